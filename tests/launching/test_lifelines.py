@@ -19,7 +19,10 @@ from tests.support.restarts import Workers
 from tests.support.sockets import ip
 from tests.support.two_hosts import two_hosts
 from tests.support.waiting import HANG, wait_until
+from towers.errors import StartupError
+from towers.launching.attempts import FollowerRendezvous
 from towers.launching.failure_broadcast import FailureBroadcast
+from towers.launching.job import Job
 from towers.launching.lifelines import Lifeline, Lifelines
 from towers.system.timeouts import run_with_timeout
 
@@ -54,6 +57,18 @@ def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, lifelines:
         end.close()
     wait_until(lambda: line.lost() != "" or line._line is None)
     assert line.lost() == ("" if goodbye else "has ended")
+    assert line.has_ended == goodbye
+
+
+def test_a_worker_does_not_wait_for_a_chief_that_has_ended_the_job(lifelines: Lifelines) -> None:
+    """Where its towers took so long to end that the chief has gone before it could ask how."""
+    follower = FollowerRendezvous(Job(1, 1, 2, (f"127.0.0.1:{free_port()}", "127.0.0.1:1"), restarts=1), "")
+    follower._lifeline = Lifeline("127.0.0.1", lifelines.port, 1.0)
+    wait_until(lambda: lifelines.lost() == {} and len(lifelines._names) == 1)
+    lifelines.say_goodbye()
+    wait_until(lambda: not follower.lost() and follower._lifeline.has_ended)
+    with pytest.raises(StartupError, match="the chief has ended the job"):
+        follower.next_rendezvous()
 
 
 def test_where_nobody_listens_there_is_no_lifeline() -> None:

@@ -185,9 +185,11 @@ class FollowerRendezvous(WorkersRendezvous):
 
         Raises:
             JobEndedError: the chief has given up, or the job has ended.
-            StartupError: the chief does not answer, or did not come back in time.
+            StartupError: the chief has ended the job, does not answer, or did not come back in time.
         """
         while True:
+            if not self.lost() and self._lifeline is not None and self._lifeline.has_ended:
+                raise StartupError("the chief has ended the job; what it printed last says why")
             tcp = self._open_store(deadline.remaining())
             try:
                 self._await_attempt(tcp)

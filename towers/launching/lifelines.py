@@ -73,6 +73,7 @@ class Lifeline:
     Attributes:
         name: of the lifeline, which nobody else can guess.
         port: see below.
+        has_ended: whether the chief has said goodbye.
 
     Args:
         host, port: where the chief's agent listens for it.
@@ -80,7 +81,7 @@ class Lifeline:
     """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
-        self.name, self.port = uuid.uuid4().hex, port
+        self.name, self.port, self.has_ended = uuid.uuid4().hex, port, False
         self._line: socket.socket | None = None
         with contextlib.suppress(OSError):
             line = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
@@ -93,7 +94,7 @@ class Lifeline:
         """What has become of the chief's agent, as part of a sentence; empty where it is not missed."""
         data, end = (b"", "") if self._line is None else _receive(self._line)
         if data:
-            self._line = None
+            self._line, self.has_ended = None, True
         return end
 
 
