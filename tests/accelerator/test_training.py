@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -142,6 +143,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str
         assert (same_digest, same_losses, step) == (digest, losses, 4)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
 def test_keras(way: str, server: Server, on_both: OnBoth) -> None:
     [alone] = server.towers_once(keras_cases.fit, ["convolutional"], devices=["cpu:0"])
     torch.testing.assert_close(on_both(keras_cases.fit, ["convolutional"], way=way), alone, rtol=0, atol=1e-9)

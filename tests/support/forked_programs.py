@@ -68,7 +68,10 @@ def fork_the_fork_server() -> None:
                 util.spawnv_passfds = spawn
                 for low, high in itertools.pairwise([2, *sorted(kept), 4096]):
                     os.closerange(low + 1, high)
-                exec(args[-1], {})
+                forkserver._forkserver.__init__()  # type: ignore[attr-defined,misc]  # the parent holds its lock
+                at = args.index("-c")
+                sys.argv[:] = args[at : at + 1] + args[at + 2 :]
+                exec(args[at + 1], {})
             except SystemExit:
                 code = 0
             except BaseException:
