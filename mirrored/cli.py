@@ -66,7 +66,8 @@ def _add_script(
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     command.add_argument("script", help=script)
     if rest:
-        command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+        arguments = command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own")
+        arguments.required = False  # Python 3.11 would ask for it
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:

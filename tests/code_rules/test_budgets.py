@@ -16,7 +16,7 @@ from tests.verification.template import Script
 PRODUCT, CORE = 23_396, 8_871
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 25_285, "scripts": 3_025}
+AROUND = {"tests": 25_286, "scripts": 3_025}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400

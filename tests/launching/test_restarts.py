@@ -315,7 +315,7 @@ def test_a_job_goes_on_with_fewer_towers_and_with_all_again(tmp_path: pathlib.Pa
     (output, errors, code), (_, others, other) = workers.end()
     assert (code, other) == (0, 0), errors + others
     assert output.splitlines()[1:] == ["goes on after step 2", "goes on after step 11", alone.stdout.splitlines()[-1]]
-    assert "towers: 2 towers on 1 of 2 workers go on\n" in errors
+    assert "towers: the job goes on with 1 of 2 workers\n" in errors
     assert "towers: all start again, with a worker that has come\n" in errors
 
 

@@ -290,11 +290,12 @@ def test_mirrored_strategy_does_not_read_tf_config() -> None:
         (["--devices", "cuda:97"], "cuda:97 asked for"),
         (["--devices", "cpu,cpu"], "cpu:0 more than once"),
         (["no_such_script.py"], "there is no file no_such_script.py"),
+        ([], "the following arguments are required: script\n"),
     ],
 )
 def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", *words, REPORT])
+        cli.main(["run", *words, *([REPORT] if words else [])])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
 

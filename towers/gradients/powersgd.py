@@ -205,8 +205,8 @@ def _wide(slot: DenseSlot) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, in their dtype within ``torch.autocast``, too."""
-    return torch.mm(a, b, out=a.new_empty((a.shape[0], b.shape[1])))
+    """``a @ b``, in their dtype within ``torch.autocast``, too; by columns in memory, which is quicker."""
+    return torch.mm(a, b, out=a.new_empty((b.shape[1], a.shape[0])).T)
 
 
 def _orthogonal(tall: Tensor) -> Tensor:

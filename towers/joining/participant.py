@@ -249,8 +249,8 @@ class _Handshake:
         if stored["nonce"] != own["nonce"]:
             other = printable(stored.get("host"), 64)
             raise HandshakeError(
-                f"{kind} {index} is already taken by a process on {other}; this one, on {own['host']}, claims the same "
-                f"index: give each {kind} an index of its own"
+                f"{kind} {index} is already taken by a process on {other}, and claimed by this one, on {own['host']}: "
+                f"give each {kind} its own index; only a job with restarts takes a new one for one that has ended"
             )
         self._messages[index] = own
 

@@ -104,8 +104,7 @@ class ChiefRendezvous(WorkersRendezvous):
                     f"too few for min_towers={job.min_towers}"
                 )
             if (count := len(self.members)) < job.workers:
-                text = f"towers: {count * job.towers} towers on {count} of {job.workers} workers go on"
-                print(text, file=sys.stderr, flush=True)
+                print(f"towers: the job goes on with {count} of {job.workers} workers", file=sys.stderr, flush=True)
         self.attempt += 1
         self._say(tcp, {"members": self.members})
 
