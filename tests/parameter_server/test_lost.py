@@ -164,7 +164,7 @@ from mirrored.parameter_server.servers import Servers
 ray.init("local", _system_config={"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100})
 servers = Servers([ray.remote(Server).remote(0)])
 while True:
-    servers.ask_all("flush")
+    servers.ask_all("flush", 0)
 """
 
 
