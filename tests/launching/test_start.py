@@ -154,7 +154,7 @@ def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     [
         (["-c", "import mirrored; mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])"], "python was started with -c"),
         (["-m", "pytest", "-q", "{inner}"], "is an installed program"),
-        (["-m", "cProfile", "{inner}"], "cProfile.py is an installed program"),
+        (["-m", "cProfile", "{inner}"], "cProfile.py is an installed program|-m cProfile, which runs"),
         (["-i", "{inner}"], "this is an interactive session"),
     ],
 )
@@ -167,7 +167,7 @@ def test_only_a_users_own_script_is_started_again(words: list[str], why: str, tm
     result = run_program([word.format(inner=inner) for word in words], cwd=str(tmp_path))
     text = result.stdout + result.stderr
     assert "CannotStartError: several towers are wanted" in text
-    assert why in text
+    assert any(each in text for each in why.split("|"))  # Python 3.14 puts the script in __main__'s place
     for way in ("mirrored.launch(fn, towers=N)", "mirrored run --towers N script.py", "devices=['cpu:0']"):
         assert way in text
 
