@@ -13,7 +13,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 23_396, 8_871
+PRODUCT, CORE = 23_398, 8_874
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 25_286, "scripts": 3_025}

@@ -18,6 +18,7 @@ import torch
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DECIDE_TOGETHER, DisagreementError
+from towers.system.text import name_towers
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ def announce_with_body(
     try:
         headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
     except ValueError:  # of a collective that is not announced
+        others = [tower for tower, message in enumerate(messages) if not message.startswith(b'{"call"')]
+        whose = name_towers(others) if others else "another tower"
         raise DisagreementError(
-            f"the towers called different things: tower {comm.index} {call}, and another tower something else; every "
+            f"the towers called different things: tower {comm.index} {call}, and {whose} something else; every "
             f"tower must make the same calls in the same order. {DECIDE_TOGETHER}"
         ) from None
     for tower, other in enumerate(headers):

@@ -138,11 +138,10 @@ class RestartableAttempt(Attempt):
             print(text, file=sys.stderr, flush=True)
             for tower in stopped:
                 os.kill(self.processes[tower], signal.SIGKILL)
-        if self.broadcast.joins and not self._told_to_save:
-            statuses = [self.status_of(tower) for tower in self.processes]
-            if all(status is not None and status.restores for status in statuses):
-                self._told_to_save = True
-                self.send(signal.SIGTERM)
+        is_asked = self.broadcast.joins and not self._told_to_save
+        if is_asked and sum(status.restores for status in self._statuses()) == len(self.processes):
+            self._told_to_save = True
+            self.send(signal.SIGTERM)
         return super()._is_over() or self._has_lost_worker()
 
     def _has_lost_worker(self) -> bool:
