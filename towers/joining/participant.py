@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import Store, TCPStore
 
-from towers.errors import HandshakeError, StartupError, TowersError
+from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
 from towers.joining.store import OWNER, TIMEOUT, Message, OtherJobError, SignedStore, serve_store
 from towers.system import machine
 from towers.system.text import join_address, printable
@@ -40,6 +40,8 @@ Compare = Callable[[int, Message, int, Message], str | None]
 
 _ABSENT = object()
 _NAME_SECONDS = 60.0
+_EARLIER_SECONDS = 45.0  # how long a chief waits for the end of an earlier one, which may be saving a checkpoint
+_OWNER_SECONDS = 2.0  # in which a store answers whose it is
 _SILENT_SECONDS = 20.0  # how long a process waits before it says for whom
 
 
@@ -93,13 +95,15 @@ class Participant:
         Args:
             others: hosts of the other processes, for :func:`towers.joining.store.serve_store`.
 
+        If an earlier start of this job still serves its store at the address, the new one waits for its end.
+
         Raises:
             PortInUseError, StartupError: the address cannot be used, or nothing listened there in time.
             HandshakeError: the store is another job's. Nothing was written there.
         """
         if self.serves:
             self._await_own_name()
-            return serve_store(*self.address, self.origin, self.token, others)
+            return self._serve(others)
         deadline, address, server = Deadline(self.seconds), join_address(*self.address), self.server
         quiet = Deadline(_SILENT_SECONDS)
         while True:
@@ -144,6 +148,36 @@ class Participant:
                 "left over from another job"
             ) from None
         return store
+
+    def _serve(self, others: Sequence[str]) -> TCPStore:
+        earlier: Deadline | None = None
+        while True:
+            try:
+                return serve_store(*self.address, self.origin, self.token, others)
+            except PortInUseError:
+                if earlier is None and self._is_served_by_this_job():
+                    earlier = Deadline(min(self.seconds, _EARLIER_SECONDS))
+                    print(
+                        f"towers: an earlier start of this job still has {join_address(*self.address)} (from "
+                        f"{self.origin}): waiting for its end, for at most {earlier.seconds:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                if earlier is None or earlier.has_passed():
+                    raise
+                clock.sleep(0.1)
+
+    def _is_served_by_this_job(self) -> bool:
+        """Whether a store at the address was signed with this job's token."""
+
+        def read_owner() -> bool:
+            store = TCPStore(*self.address, None, False, timedelta(seconds=_OWNER_SECONDS), wait_for_workers=False)
+            return SignedStore(store, self.token).read(OWNER) is not None
+
+        try:
+            return run_with_timeout(_OWNER_SECONDS, read_owner)
+        except (TimeoutError, RuntimeError):
+            return False
 
     def say_waiting(self, whom: str) -> None:
         """Say on standard error for whom this process waits, and how long it will."""

@@ -50,29 +50,27 @@ log = get_logger("towers")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """What the command line of :func:`towers.launching.job.agent_command` runs.
-
-    The interpreter is not taken down at the end: Python would end a thread that comes back from a store in C++ just
-    then, as those of :mod:`towers.launching.failure_broadcast` do, by unwinding code that must not throw, and the
-    process would abort ("terminate called without an active exception").
-    """
+    """What the command line of :func:`towers.launching.job.agent_command` runs."""
     try:
         word, *program = arguments
         job = Job.from_json(word)
     except (ValueError, TypeError, AttributeError):
         sys.exit("usage: python …/towers JOB PROGRAM …, as mirrored starts it; by hand: mirrored run --towers N SCRIPT")
-    leave(run(job, program))
+    run(job, program)
 
 
-def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> int:
-    """Run the towers to their end, see [Note: the agent is torchrun's].
+def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> NoReturn:
+    """Run the towers to their end, see [Note: the agent is torchrun's], and end this process with the job's exit code.
+
+    The exit code is the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
+    ended on a signal; 0 when none failed.
+
+    The interpreter is not finalized: Python would end a thread that returns from a store in C++ just then, as those of
+    :mod:`towers.launching.failure_broadcast` do, by unwinding code that must not throw, and the process would abort
+    ("terminate called without an active exception").
 
     Args:
         path: ``sys.path`` of a new Python, without the entry for its program; default: this process's.
-
-    Returns:
-        The exit code: the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
-        ended on a signal; 0 when none failed.
     """
     fork_towers(sys.path if path is None else path)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
@@ -84,14 +82,13 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except (TowersError, OSError) as error:
-        print(f"towers: {error}", file=sys.stderr, flush=True)
-        return 1
+        code, text = 1, f"towers: {error}"
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
     if code < 0:
         _die_by(-code)
     if text:
         print(text, file=sys.stderr, flush=True)
-    return code
+    leave(code)
 
 
 def _set_environment(job: Job) -> None:

@@ -10,6 +10,10 @@ attempt; the others learn the same of the chief, and wait for the next attempt (
 agent that a scheduler has started in place of one of which the chief has not learned finds that its worker takes
 part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where the chief's
 was killed, a new store listens at its address, and the others find the first attempt of it there.
+
+[Note: jobs that are ending] A scheduler that restarts all workers starts some of them while the chief of the earlier
+job still serves its store. An agent that has taken part in no attempt, and has not seen the job before its end, waits
+for the next chief until its start-up deadline.
 """
 
 from __future__ import annotations
@@ -163,6 +167,7 @@ class FollowerRendezvous(WorkersRendezvous):
         super().__init__(job, token)
         self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
         self._lifeline: Lifeline | None = None
+        self._has_met = False  # the workers of an attempt
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the workers of the chief's next attempt.
@@ -175,9 +180,12 @@ class FollowerRendezvous(WorkersRendezvous):
             deadline = self._deadline()
             tcp = self._follow(deadline)
             try:
-                return self._meet(tcp, deadline.seconds)
+                info = self._meet(tcp, deadline.seconds)
             except StartupError as error:  # the chief decides
                 print(f"towers: {error}", file=sys.stderr, flush=True)
+            else:
+                self._has_met = True
+                return info
 
     def _follow(self, deadline: Deadline) -> TCPStore:
         """Wait for an attempt that this worker has no part in yet; returns the chief's store.
@@ -188,7 +196,9 @@ class FollowerRendezvous(WorkersRendezvous):
         """
         while True:
             if not self.lost() and self._lifeline is not None and self._lifeline.has_ended:
-                raise StartupError("the chief has ended the job; what it printed last says why")
+                if self._has_met:
+                    raise StartupError("the chief has ended the job; what it printed last says why")
+                self._lifeline, self.attempt = None, -1  # see [Note: jobs that are ending]
             tcp = self._open_store(deadline.remaining())
             try:
                 self._await_attempt(tcp)
@@ -199,7 +209,7 @@ class FollowerRendezvous(WorkersRendezvous):
                 deadline.restart()
 
     def _await_attempt(self, tcp: TCPStore) -> None:
-        job, signed, asks = self._job, SignedStore(tcp, self._token), False
+        job, signed, asks, has_seen_job = self._job, SignedStore(tcp, self._token), False, self._has_met
         while True:
             has_begun = self.attempt < 0 and tcp.check(["workers/0/worker/0"])
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
@@ -211,13 +221,17 @@ class FollowerRendezvous(WorkersRendezvous):
             signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._lifeline_name})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
-                raise JobEndedError(printable(message["end"]), int(message["code"]))
+                if has_seen_job:
+                    raise JobEndedError(printable(message["end"]), int(message["code"]))
+                clock.sleep(_PAUSE)  # until the store is gone, see [Note: jobs that are ending]
+                continue
+            has_seen_job = True
             if message is not None and message != self._followed:
                 is_new, self._followed, self.attempt = self.attempt < 0, message, int(message["number"])
                 self.members = [int(member) for member in message["members"]]
                 agents, asks = self._agents_store(tcp), job.worker not in self.members
                 if is_new and not asks and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
-                    replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
+                    has_seen_job = replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
                 elif not asks:
                     return
             if asks:

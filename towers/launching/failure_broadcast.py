@@ -5,8 +5,10 @@ have not failed ends them, and one whose towers have only lost a peer says whose
 towers have ended well publishes that and waits for the others: when a tower that ended early turns out to be the cause,
 its worker fails with the rest.
 
-[Note: a worker that is started anew] An agent in place of one that was killed asks its worker's living agent to answer,
-and publishes that its worker was started again where no answer comes: a failure like others.
+[Note: a worker that is started again] An agent may find that its worker takes part in the job already. If the towers of
+that worker have ended well, the job is ending, and the new agent waits for the next one. Otherwise it asks the worker's
+other agent for an answer. If none arrives, the other agent was killed, and the new one publishes that its worker was
+started again: a failure like others.
 """
 
 from __future__ import annotations
@@ -36,26 +38,32 @@ _SECONDS = 1.5  # for the store to answer, and for the others to read what is pu
 T = TypeVar("T")
 
 
-def replace_worker(store: Store, token: str, place: int, worker: int) -> None:
-    """End an attempt that a worker takes part in, whose agent was killed, see [Note: a worker that is started anew].
+def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
+    """End an attempt in which a worker takes part whose agent was killed, see [Note: a worker that is started again].
 
     Args:
         store: of the attempt.
         place, worker: its index among the workers of the attempt, and among those of the job.
+
+    Returns:
+        Whether the job continues. Otherwise the worker's towers have ended well, so the job is ending.
 
     Raises:
         HandshakeError: the worker's agent lives.
     """
     signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
     signed.write(f"{_ASKED}{place}", {})
-    answers = (f"{_LIVES}{place}", _FAILURE)
-    wait_until(lambda: any(signed.read(key) is not None for key in answers), _ANSWER_SECONDS, _INTERVAL / 2)
+    answers, ends = (f"{_LIVES}{place}", _FAILURE), f"{_ENDED}{place}"
+    wait_until(lambda: any(signed.read(key) is not None for key in (*answers, ends)), _ANSWER_SECONDS, _INTERVAL / 2)
+    if signed.read(ends) is not None:
+        return False
     if (living := signed.read(f"{_LIVES}{place}")) is not None:
         host = printable(living.get("host"), 64)
         raise HandshakeError(
             f"worker {worker} is already taken by a process on {host}: end that one, or wait for its end"
         )
     signed.publish(_FAILURE, {"sentence": f"worker {worker} was started again, on {socket.gethostname()}"})
+    return True
 
 
 def ask_to_join(store: Store, token: str, worker: int) -> None:

@@ -10,19 +10,22 @@ import dataclasses
 import os
 import sys
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from towers.errors import StartupError
+from towers.errors import StartupError, TowersError
 from towers.joining.participant import Participant
 from towers.joining.store import Message
+from towers.launching.failure_broadcast import replace_worker
 from towers.launching.job import Job
 from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.system.text import canonical_address, split_address
-from towers.system.timeouts import Deadline
+from towers.system.timeouts import Deadline, clock
 from towers.topology import FEWER_WORKERS
+
+_PAUSE = 0.1
 
 log = get_logger("towers")
 
@@ -53,9 +56,35 @@ class WorkersRendezvous(Rendezvous):
             HandshakeError: the workers' clusters, versions or job tokens differ, or two claim one index.
         """
         deadline = self._deadline()
-        tcp = self._open_store(deadline.seconds)
+        tcp = self._open_store(deadline.remaining())
+        while not self._worker.serves and self._is_of_earlier_job(tcp, deadline):
+            tcp = self._open_store(deadline.remaining())
         self.attempt += 1
-        return self._meet(tcp, deadline.seconds)
+        return self._meet(tcp, deadline.remaining())
+
+    def _is_of_earlier_job(self, tcp: TCPStore, deadline: Deadline) -> bool:
+        """Whether this worker took part in the job that met in a store; returns when that job has ended.
+
+        Raises:
+            HandshakeError: the agent of that worker lives.
+            StartupError: the job does not end in time.
+        """
+        job, agents = self._job, PrefixStore("workers/0", tcp)
+        if not agents.check([f"worker/{job.worker}", "worker/confirmed0"]):
+            return False
+        try:
+            replace_worker(agents, self._token, job.worker, job.worker)
+            while not deadline.has_passed():
+                agents.check(["worker/confirmed0"])
+                clock.sleep(_PAUSE)
+        except TowersError:
+            raise
+        except RuntimeError:  # of torch's store: the process that served it has ended
+            return True
+        raise StartupError(
+            f"worker {job.worker} was started while an earlier job met at {job.addresses[0]} (from {job.origin}), and "
+            f"that job has not ended within {deadline.elapsed():.0f} s: end its processes"
+        )
 
     def _deadline(self) -> Deadline:
         """How long workers wait, for an attempt to begin and then for each other."""
