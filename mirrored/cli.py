@@ -90,7 +90,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
     again = {name: getattr(parsed, name) for name in ("restarts", "min_towers", "from_the_start")}
     job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir, **again)
-    return agent.run(job, program, sys.path[not getattr(sys.flags, "safe_path", False) :])
+    agent.run(job, program, sys.path[not getattr(sys.flags, "safe_path", False) :])
 
 
 def _program(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:

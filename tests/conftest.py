@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import importlib.util
 import multiprocessing
 import os
+import random
+import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 
@@ -16,76 +18,101 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.guard import Guard, keep
 from tests.support.jobs import ROOT
 from tests.support.patience import PATIENT_AGENTS
+from tests.support.processes import family
 from tests.support.waiting import HANG
 
-hypothesis.settings.register_profile("without a deadline of each example", deadline=None)
-hypothesis.settings.load_profile("without a deadline of each example")
+hypothesis.settings.register_profile("the same examples in every run", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("the same examples in every run")
+
+_OF_JOBS = re.compile(
+    "TF_CONFIG|RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|PET_|SLURM_|OMPI_|TOWERS_|NCCL_|GLOO_|OMP_"
+    "|MIRRORED_(?!SIMULATED)"
+)
+"""The variables of launchers, and those that change how towers communicate."""
 
 
-def pytest_configure() -> None:
-    """Before anything is started.
+def pytest_configure(config: pytest.Config) -> None:
+    """Make tests independent of the place where they are started, and watch them."""
+    _reset_signals()
+    _reset_environment()
+    os.umask(0o022)
+    os.register_at_fork(after_in_child=gc.freeze)  # freeing a Gloo group waits for a thread that a fork does not have
+    config.pluginmanager.register(Guard())
 
-    Programs that the tests start take Ctrl-C also where the tests themselves run in the background. They find this
-    project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
-    most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
-    They look for garbage rarely while they load torch (``support/startup``), take memory in large pages, which saves
-    half of the 40,000 page faults of loading it, and find programs of the tests as modules. torch_tpu, where it is
-    installed, prints nothing as they load it. Forks of this process keep its garbage: a Gloo group in it would wait
-    for a thread that they do not have. What a DNS server leaves unanswered is asked again after one second in place of
-    five: torch asks for the name of the other end of each of thousands of connections.
+
+def _reset_signals() -> None:
+    """Give programs that tests start the default actions of signals.
+
+    A signal that this process was started to ignore gets a handler that does nothing, which programs do not inherit:
+    ``nohup`` ignores SIGHUP, and a shell ignores SIGINT in the background.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
+    for number in signal.valid_signals() - ignored_by_python:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _reset_environment() -> None:
+    """Set the variables that tests and their programs depend on.
+
+    Programs find this project compiled: compiling it takes most of the time of a small job. Inductor compiles in the
+    process that wants it instead of starting others. A question that a DNS server does not answer is repeated after
+    one second, not after five: torch looks up the name of the other end of each of thousands of connections. torch_tpu,
+    where it is installed, prints nothing when it is loaded.
+    """
+    for name in filter(_OF_JOBS.match, list(os.environ)):
+        del os.environ[name]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:5"
     paths = [str(ROOT / "tests" / "support" / "startup"), str(ROOT), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ.update(
+        LC_ALL="C.UTF-8",
+        PYTHONPATH=os.pathsep.join(filter(None, paths)),
+        RES_OPTIONS="timeout:1 attempts:5",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TZ="UTC",
+    )
+    time.tzset()
     if importlib.util.find_spec("torch_tpu") is not None:
         os.environ.update(TF_CPP_MIN_LOG_LEVEL="1", PYTHONWARNINGS="ignore:<TorchTpu/")
 
 
-_LARGE_PAGES = "tests.support.large_pages"
-
-
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
-    """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself.
-
-    What it and this process have loaded is on large pages: both fork.
-    """
-    modules = ["towers.launching.preloaded", "mirrored.strategy.kinds", "mirrored.checkpoint"]
-    modules += ["hypothesis", "pytest"]
-    modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
+    """The server that ``launch`` forks towers from loads what tests import, once instead of in each tower."""
+    modules = ["towers.launching.preloaded", "mirrored.strategy.kinds", "mirrored.checkpoint", "hypothesis", "pytest"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
-        modules += ["tests.support.inductor", "torchmetrics", "keras"]
-    modules += ["tests.support.jobs", "tests.support.sources", _LARGE_PAGES]
-    forkserver.set_forkserver_preload(modules)
+        modules += ["torch._inductor.compile_fx", "torchmetrics", "keras"]
+    forkserver.set_forkserver_preload([*modules, "tests.support.jobs"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("KERAS_BACKEND", "torch")
         first = multiprocessing.get_context("forkserver").Process(target=int)
         first.start()
-        importlib.import_module(_LARGE_PAGES)
         first.join(HANG)  # no test's seconds are spent on the loading
         assert first.exitcode == 0, "the server that towers are forked from has not loaded what the tests import"
+    keep(*family(os.getpid()))
 
 
 _LONGEST = [
     *("keras", "health", "faults", "launching", "joining", "docs", "virtual", "verification", "training"),
     "checkpoint",
 ]
-"""Folders that take longest: they begin first, so that no process is left alone with one of them at the end."""
+"""Folders that take longest: they start first, so that no process is left alone with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long folders first; GPU tests skip cleanly where there is no GPU."""
-    rank = {name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
+    """Long folders first, or a random order for scripts/luck; GPU tests skip cleanly where there is no GPU."""
+    if order := os.environ.get("TESTS_ORDER"):
+        random.Random(order).shuffle(items)
+    else:
+        rank = {name: number for number, name in enumerate(_LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -116,11 +143,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests say themselves which cluster they are in. Agents wait for who is late, but where seconds are promised."""
+def own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towers have a thread each. Agents wait for late towers, except where seconds are promised."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if request.node.get_closest_marker("seconds") is None:
         monkeypatch.setenv(PATIENT_AGENTS, "1")
-    for name in ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOWERS_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "PYTEST_CURRENT_TEST" in os.environ

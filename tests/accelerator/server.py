@@ -1,26 +1,24 @@
 """A process that has an accelerator, and runs functions of tests on towers there.
 
-The process that runs the tests must not have it: all strategies there would use it. This one is a fork of the server
-that has loaded what tests import. It loads the simulated accelerator, and towers are forks of a fork of it.
+The process that runs the tests must not have the accelerator: all strategies there would use it.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context, set_start_method
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 
 import mirrored
-from tests import simulated_device
 from tests.simulated_device import INSTALLED
-from tests.support.forked_programs import fork_the_fork_server
+from tests.support.guard import keep_family
 from tests.support.waiting import HANG
 from towers.system.devices import accelerator_kind
 
@@ -47,11 +45,12 @@ class Server:
         self._results: dict[str, list[Any]] = {}
 
     def _start(self) -> None:
-        context = get_context("forkserver")
+        context = get_context("spawn")
         self._connection, other = context.Pipe()
-        variables = {**os.environ, **variables_of(self.kind), "OMP_NUM_THREADS": "1"}
-        self._process = context.Process(target=_serve, args=(self.kind, other, variables))
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(self.kind, other))
+        with mock.patch.dict(os.environ, {**variables_of(self.kind), "OMP_NUM_THREADS": "1"}):
+            self._process.start()
+        keep_family(self._process.pid)
         other.close()
 
     def towers(
@@ -101,19 +100,14 @@ def _with_collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-def _serve(kind: str, connection: Connection, variables: dict[str, str]) -> None:
-    set_start_method(None, force=True)  # type: ignore[arg-type]  # or towers' loaders would start as this process did
-    os.environ.clear()
-    os.environ.update(variables)
-    simulated = kind == "sim" or (kind == "tpu" and accelerator_kind() != "tpu")
-    if simulated:
-        (simulated_device.load if kind == "sim" else simulated_device.load_as_installed)()
-        for name in ("cases", "stream_cases", "plant"):  # which ask for the kind when they are loaded
-            importlib.import_module(f"tests.accelerator.{name}")
+def _serve(kind: str, connection: Connection) -> None:
+    if kind != "cuda" and os.environ.get("MIRRORED_TEST_DEVICE"):
+        from tests.accelerator import preloaded  # noqa: F401
+
+        forkserver.set_forkserver_preload(["towers.launching.preloaded", "tests.accelerator.preloaded"])
+        forkserver.ensure_running()
     if kind == "tpu":
         torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=2)
-    if simulated:
-        fork_the_fork_server()
     while True:
         try:
             fn, args, kwargs, devices = connection.recv()

@@ -14,7 +14,7 @@ from tests.accelerator import cases, stream_cases
 from tests.accelerator.plant import with_fault
 from tests.accelerator.server import Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 SMALL = {"bucket_bytes": 512}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests import simulated_device
-from tests.support.commands import run_command, run_script
-from tests.support.jobs import ROOT, run_program
+from tests.support.jobs import ROOT
+from tests.support.programs import run_command, run_program
 from tests.support.waiting import HANG
 
 SCRIPT = str(ROOT / "tests" / "programs" / "simulated.py")
 
 pytestmark = [
     pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(simulated_device.why_not())),
-    pytest.mark.slow,
+    pytest.mark.extended,
 ]
 
 
@@ -42,7 +41,7 @@ def test_every_device_is_used(run: Any, words: list[str], started_by: str) -> No
 
 def test_two_towers_share_a_device() -> None:
     # The program of torch that starts towers does not know "sim" and is not asked: the variable names the devices.
-    result = run_script([SCRIPT], env={"TOWERS_DEVICES": "sim:0,sim:0"}, code=0)
+    result = run_program([SCRIPT], env={"TOWERS_DEVICES": "sim:0,sim:0"}, code=0)
     assert result.stdout.startswith("devices [0, 0], loss ")
     assert result.stderr.count("gradients go through the hosts' memory: so it was asked, or towers share a dev") == 1
 
@@ -56,12 +55,11 @@ def test_a_job_goes_on_without_a_device_that_is_lost(tmp_path: pathlib.Path) -> 
     variables = {"PYTHONPATH": paths, "SIMULATED_LOST": str(tmp_path / "lost")}
     words = ["mirrored", "run", "--restarts", "1", "--min-towers", "1"]
     script = str(ROOT / "tests" / "programs" / "simulated_restarts.py")
-    load = functools.partial(simulated_device.load_as_installed, str(tmp_path))
-    result = run_command([*words, script, str(tmp_path)], env=variables, enter=load, code=0)
+    result = run_command([*words, script, str(tmp_path)], env=variables, code=0)
     assert result.stdout == "2 after step 0\n1 after step 2\nhas ended after step 6\n"
     assert "towers: 1 of 2 towers go on, on the devices that are left\n" in result.stderr
 
 
 def test_verify() -> None:
-    result = run_script([str(ROOT / "tests" / "programs" / "verifies_simulated.py"), SCRIPT], code=0)
+    result = run_program([str(ROOT / "tests" / "programs" / "verifies_simulated.py"), SCRIPT], code=0)
     assert "The same: losses" in result.stdout, result.stdout + result.stderr

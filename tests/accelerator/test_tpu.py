@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import pathlib
 import types
@@ -19,10 +18,9 @@ from mirrored.doctor.findings import Severity
 from tests import simulated_device
 from tests.accelerator.server import Server, variables_of
 from tests.accelerator.test_start import SCRIPT
-from tests.simulated_device import INSTALLED, load_as_installed
+from tests.simulated_device import INSTALLED
 from tests.simulated_device.tpu import set_tpu_launch_env
-from tests.support.commands import run_command, run_script, start_script
-from tests.support.jobs import end_of, run_program
+from tests.support.programs import end_of, run_command, run_program, start_program
 from towers.launching.play_cluster import reserve_ports
 from towers.launching.tpu import set_environment
 from towers.system import tpu
@@ -32,15 +30,12 @@ HOSTS = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.2", "TORCH_TPU_TOPOLOGY": "1
 
 simulated = pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(simulated_device.why_not()))
 
-start_tpu_script = functools.partial(start_script, enter=load_as_installed)
-run_tpu_script = functools.partial(run_script, enter=load_as_installed)
 
-
+@pytest.mark.extended
 @simulated
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "strategy"),
-    [(run_program, "MirroredStrategy"), (run_tpu_script, "TPUStrategy")],
+    [(run_program, "MirroredStrategy"), (run_program, "TPUStrategy")],
     ids=["MirroredStrategy", "TPUStrategy"],
 )
 def test_every_tpu_is_used(run: Any, strategy: str) -> None:
@@ -50,37 +45,37 @@ def test_every_tpu_is_used(run: Any, strategy: str) -> None:
     assert "2 towers on TPU v4, tpu_dist" in result.stderr
 
 
+@pytest.mark.extended
 @simulated
-@pytest.mark.slow
 def test_hosts_of_a_slice() -> None:
     [port] = reserve_ports(1)
     variables = {**variables_of("tpu"), **HOSTS, "STRATEGY": "TPUStrategy", "TOWERS_DEVICES": "tpu:0"}
     variables["MASTER_PORT"] = str(port.getsockname()[1])
-    hosts = [start_tpu_script([SCRIPT], env={**variables, "TPU_WORKER_ID": str(host)}) for host in range(2)]
+    hosts = [start_program([SCRIPT], env={**variables, "TPU_WORKER_ID": str(host)}) for host in range(2)]
     ends = [end_of(host, 0) for host in hosts]
     assert ends[0][0].startswith("devices [0, 0], loss ")
     assert "2 towers of 2 workers on TPU v4, tpu_dist" in ends[0][1]
     port.close()
 
 
+@pytest.mark.extended
 @simulated
-@pytest.mark.slow
 @pytest.mark.row(61)
 def test_wrong_starts() -> None:
-    others = run_tpu_script([SCRIPT], env={**variables_of("tpu"), "TOWERS_DEVICES": "tpu:1,tpu:0"})
+    others = run_program([SCRIPT], env={**variables_of("tpu"), "TOWERS_DEVICES": "tpu:1,tpu:0"})
     assert "ValueError: tower 0 has tpu:0, not tpu:1: leave devices out, or name all in order" in others.stderr
-    shared = run_tpu_script([SCRIPT], env={**variables_of("tpu"), "TOWERS_DEVICES": "tpu:0,tpu:0"})
+    shared = run_program([SCRIPT], env={**variables_of("tpu"), "TOWERS_DEVICES": "tpu:0,tpu:0"})
     assert "ValueError: devices names tpu:0 more than once" in shared.stderr
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT]
-    unprepared = run_command(words, env=variables_of("tpu"), enter=load_as_installed)
+    unprepared = run_command(words, env=variables_of("tpu"))
     assert f"{ADDRESSES} is not set: start by 'python' or" in unprepared.stderr
-    lost = run_tpu_script([SCRIPT], env={**variables_of("tpu"), **HOSTS}, code=1)
+    lost = run_program([SCRIPT], env={**variables_of("tpu"), **HOSTS}, code=1)
     why = "expected nnodes to match the number of hosts in TPU_WORKER_HOSTNAMES, got 1"
     assert lost.stderr.startswith(f"towers: torch_tpu cannot start 2 towers on this host: {why}")
 
 
+@pytest.mark.extended
 @simulated
-@pytest.mark.slow
 @pytest.mark.parametrize("server", ["tpu"], indirect=True)
 def test_trained(server: Server) -> None:
     """As all tests of accelerators do where MIRRORED_SIMULATED is "tpu"."""

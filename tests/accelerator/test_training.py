@@ -14,7 +14,7 @@ import mirrored
 from tests.accelerator import cases, keras_cases, stream_cases
 from tests.accelerator.server import Server
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 SMALL = {"bucket_bytes": 512}  # several buckets
 OnBoth = Callable[..., Any]

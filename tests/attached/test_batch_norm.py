@@ -18,8 +18,6 @@ from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, parameters_of, towers
 from tests.support.steps import averaging_step
 
-pytestmark = pytest.mark.slow
-
 SHARES = {1: [11], 2: [7, 4], 3: [5, 0, 6], 5: [1, 1, 1, 1, 0]}
 """How many examples each tower has, by the number of towers."""
 
@@ -240,6 +238,7 @@ def every_variant(strategy: mirrored.Strategy, sizes: list[int]) -> dict[str, Va
     return {name: use(strategy, model, whole, sizes) for name, model in models}
 
 
+@pytest.mark.extended
 def test_variants_equal_the_single_device() -> None:
     sizes = SHARES[3]
     results = towers(every_variant, sizes, count=3)

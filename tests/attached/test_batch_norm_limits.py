@@ -16,8 +16,6 @@ import mirrored
 from tests.support.batch_norm import WithReLU1d, fresh, in_scope, own_share, random
 from tests.support.jobs import SETTINGS, assert_close, text_of, towers
 
-pytestmark = pytest.mark.slow
-
 
 def sizes_of_pictures(strategy: mirrored.Strategy) -> list[Tensor]:
     [layer] = in_scope(strategy, fresh)

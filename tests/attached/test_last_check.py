@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import mirrored
-from tests.support.commands import run_command
 from tests.support.jobs import ROOT, all_raise, make_data, make_mlp
+from tests.support.programs import run_command
 from tests.support.steps import averaging_step
-
-pytestmark = pytest.mark.slow
 
 DRIFTS = str(ROOT / "tests" / "programs" / "drifts.py")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("starter", [["mirrored", "run"], ["torchrun", "--standalone"]])
 def test_towers_that_differ_when_they_end_end_with_an_error(starter: list[str]) -> None:
     towers = ["--towers", "2"] if "mirrored" in starter else ["--nproc-per-node", "2"]
@@ -29,12 +28,14 @@ def test_towers_that_differ_when_they_end_end_with_an_error(starter: list[str]) 
     assert "This is how it was when the towers ended, after step 3" in job.stderr
 
 
+@pytest.mark.extended
 def test_what_a_tower_has_printed_is_seen_though_it_is_killed_at_its_end(tmp_path: pathlib.Path) -> None:
     job = run_command(["mirrored", "run", "--towers", "2", DRIFTS, "drifts", str(tmp_path / "has left")], code=1)
     assert "MirrorError" in job.stderr
     assert job.stdout == "done\n"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("kind", "code"), [("equal", 0), ("unchecked", 0), ("drops", 0), ("fails", 3)])
 def test_towers_that_end_otherwise_are_left_alone(kind: str, code: int) -> None:
     job = run_command(["mirrored", "run", "--towers", "2", DRIFTS, kind], env={"CUDA_VISIBLE_DEVICES": ""})

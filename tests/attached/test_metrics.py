@@ -17,8 +17,6 @@ import mirrored
 from tests.support.datasets import Streamed
 from tests.support.jobs import all_raise, make_data, make_mlp, towers
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES, BATCH = 66, 32
 """The last batch has 2 examples, fewer than there are towers in most of these tests."""
 

@@ -19,8 +19,6 @@ from tests.support.logs import Records
 from tests.support.steps import local_share
 from towers.collectives.communicator import Alone
 
-pytestmark = pytest.mark.slow
-
 
 class Net(nn.Module):
     """Two layers, one of them large enough to be folded."""
@@ -200,6 +198,7 @@ def test_when_towers_check() -> None:
     assert due == [2, 10, 100, 200, 300]
 
 
+@pytest.mark.extended
 def test_every_250th_run_by_default() -> None:
     for change in (change_one_bit, halve_the_rate):
         text = error_of(change, 251, 510)

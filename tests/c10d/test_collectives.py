@@ -328,7 +328,7 @@ def leave_the_group_beside(late: int) -> None:
     take_turns([late], lambda: group.other_devices(torch.device("cuda")), leave)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_rank_that_leaves_a_group_beside_ours_at_once_cuts_nobody_off() -> None:
     for late in (0, 1, 0, 1):  # c10d would give one more group in the same job the name, and the addresses, of the last
         ranks(leave_the_group_beside, late, backend="cpu:towers_shm,cuda:gloo")

@@ -103,7 +103,7 @@ def wait_in_vain() -> None:
     dist.barrier()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_who_waits_in_vain_is_told() -> None:
     ranks(wait_in_vain)
 

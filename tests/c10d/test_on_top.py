@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.c10d.ranks import ranks
-from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
-
-pytestmark = pytest.mark.slow
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of
+from tests.support.programs import run_program
 
 
 class WithEmbedding(nn.Module):

@@ -21,8 +21,8 @@ from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from tests.faults.training import make_model
 from tests.support.checkpoints import Stubborn, come_back, damage, json_values, manager_of, one_tower
-from tests.support.commands import run_command
 from tests.support.jobs import all_raise, failures
+from tests.support.programs import run_command
 
 
 def test_the_script_keeps_its_own_objects(folder: pathlib.Path) -> None:
@@ -73,6 +73,7 @@ def test_tied_weights_and_every_dtype_and_layout_come_back(folder: pathlib.Path)
     assert not any("layers.2.weight" in name for name in names), "saved twice"
 
 
+@pytest.mark.extended
 def test_names_that_look_alike_are_kept_apart(folder: pathlib.Path) -> None:
     keys: list[Any] = ["a/b", "a", 1, "1", "x@1", "x", "%2F", "\udc80", "#1", (1, "1")]
     state: dict[Any, Any] = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
@@ -186,6 +187,7 @@ def test_weights_of_a_plain_file(tmp_path: pathlib.Path) -> None:
         mirrored.load_weights(model, tmp_path / "nothing")
 
 
+@pytest.mark.extended
 def test_inspect_prints_what_is_there(folder: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.step()
@@ -232,6 +234,7 @@ def test_state_comes_back_as_it_was(state: Any) -> None:
     assert repr(found) == repr(state)
 
 
+@pytest.mark.extended
 @hypothesis.given(json_values)
 @hypothesis.settings(max_examples=500)
 def test_what_is_no_state_is_refused_by_one_error(value: Any) -> None:

@@ -26,7 +26,6 @@ CUTS = ("empty", "1 byte", "halves", "last byte", "longer")
 CHANGES = ("first", "middle", "end", "missing", "folder", "link")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [*CUTS, *CHANGES])
 @pytest.mark.parametrize("file", ["manifest.json", "tensors.safetensors"])
 @pytest.mark.row(45)
@@ -113,7 +112,6 @@ def test_a_name_cannot_leave_the_folder(folder: pathlib.Path, name: Any) -> None
     assert sorted(p.name for p in folder.iterdir()) == [".lock"]
 
 
-@pytest.mark.slow
 @pytest.mark.row(47)
 def test_links_out_of_the_folder_are_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
@@ -180,7 +178,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder / "honest"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=300)
 def test_a_manifest_with_anything_in_it_is_refused_by_one_error(data: st.DataObject, honest: pathlib.Path) -> None:

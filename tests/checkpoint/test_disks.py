@@ -90,7 +90,7 @@ def count_calls(tmp_path: pathlib.Path) -> int:
     return disk.calls
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("error", [28, 5], ids=["ENOSPC", "EIO"])
 @pytest.mark.row(44)
 def test_a_disk_that_fails_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path, error: int) -> None:
@@ -129,7 +129,7 @@ def _kills(folder: str, calls: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_kill_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path) -> None:
     calls = count_calls(tmp_path)
     (found,) = mirrored.launch(_kills, (str(tmp_path), calls), towers=1)

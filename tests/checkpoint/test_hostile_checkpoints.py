@@ -96,7 +96,6 @@ RANDOM_STATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", RANDOM_STATES)
 def test_a_state_at_which_no_generator_can_stand_is_refused(folder: pathlib.Path, kind: str) -> None:
     """Of the stream outside of runs, and of the one inside."""

@@ -25,8 +25,6 @@ from tests.support.children import in_a_child
 from tests.support.hostile_checkpoints import forge, forge_manifest
 from tests.support.waiting import HANG
 
-pytestmark = pytest.mark.slow
-
 NASTY = "a\x1b[2J\x1b]0;title\x07\r\nb\u202e\ud800\x9b31m"
 
 
@@ -47,6 +45,7 @@ def restore(folder: pathlib.Path, name: str, **more: Any) -> mirrored.Checkpoint
     return manager
 
 
+@pytest.mark.extended
 def test_a_reader_that_has_seen_enough(folder: pathlib.Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -192,6 +191,7 @@ LARGE: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_large_manifest_takes_neither_long_nor_much_memory(folder: pathlib.Path, kind: str) -> None:
     path = folder / "honest" / "manifest.json"

@@ -17,11 +17,11 @@ from mirrored.checkpoint.folder import Disk
 from mirrored.checkpoint.lock import take_lock
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
-from tests.support.jobs import start_program
+from tests.support.programs import start_program
 from tests.support.waiting import HANG
 from towers.system.timeouts import clock
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 HOLDER = """
 import fcntl, os, sys

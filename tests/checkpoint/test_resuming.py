@@ -19,8 +19,6 @@ from tests.support.checkpoints import one_tower
 from tests.support.jobs import launch, towers
 from towers.system.timeouts import clock
 
-pytestmark = pytest.mark.slow
-
 STEPS = steps_of()
 
 

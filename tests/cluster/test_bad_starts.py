@@ -13,17 +13,14 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from tests.support.clusters import free_port, start_agent, torchrun_variables
-from tests.support.commands import Command, run_script
 from tests.support.handshakes import together, tower
-from tests.support.jobs import run_program
+from tests.support.programs import run_program, start_function
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining.participant import Participant, versions
 from towers.joining.store import Message, serve_store
 from towers.launching import agent
 from towers.launching.job import Job
-
-pytestmark = pytest.mark.slow
 
 
 def worker_job(worker: int, addresses: list[str], seconds: float = HANG) -> Job:
@@ -38,6 +35,7 @@ def run_agents(*configurations: Job) -> list[str]:
     return errors
 
 
+@pytest.mark.extended
 @pytest.mark.row(12)
 def test_clusters_differ_between_workers() -> None:
     first, second = f"127.0.0.1:{free_port()}", "127.0.0.1:2222"
@@ -49,6 +47,7 @@ def test_clusters_differ_between_workers() -> None:
         assert "worker 1 knows 3 workers" in text
 
 
+@pytest.mark.extended
 @pytest.mark.row(13)
 def test_left_over_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
@@ -57,6 +56,7 @@ def test_left_over_cluster() -> None:
     assert "the address comes from TF_CONFIG" in text
 
 
+@pytest.mark.extended
 @pytest.mark.row(19)
 def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -68,7 +68,7 @@ def test_port_in_use() -> None:
         assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
 
 
-def wait_for_a_worker_at_first(job: Job) -> int:
+def wait_for_a_worker_at_first(job: str) -> None:
     """The agent of worker 0, whose seconds begin when worker 2 has come."""
     handshake = Participant.handshake
 
@@ -77,13 +77,14 @@ def wait_for_a_worker_at_first(job: Job) -> int:
         return handshake(worker, store, *others)
 
     Participant.handshake = wait_at_first  # type: ignore[method-assign]
-    return agent.run(job, [sys.executable, "-c", "print('ran')"])
+    agent.run(Job.from_json(job), [sys.executable, "-c", "print('ran')"])
 
 
+@pytest.mark.extended
 @pytest.mark.row(20)
 def test_a_worker_never_starts() -> None:
     addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:2", "127.0.0.1:3"]
-    chief = Command(wait_for_a_worker_at_first, worker_job(0, addresses, seconds=1.0))
+    chief = start_function(wait_for_a_worker_at_first, worker_job(0, addresses, seconds=1.0).to_json())
     other = start_agent(worker_job(2, addresses), "-c", "print('ran')")
     for worker in (chief, other):
         _, text = worker.communicate()
@@ -93,6 +94,7 @@ def test_a_worker_never_starts() -> None:
         assert len(text.splitlines()) == 1
 
 
+@pytest.mark.extended
 @pytest.mark.row(20)
 def test_a_tower_never_starts() -> None:
     program = (
@@ -104,6 +106,7 @@ def test_a_tower_never_starts() -> None:
     assert re.match(r"towers.errors.StartupError: 1 of 2 towers did not come within \d+ s: tower 1 \(rank 1\)", last)
 
 
+@pytest.mark.extended
 @pytest.mark.row(20)
 def test_something_else_answers() -> None:
     """A program of another kind has the chief's port: it takes the connection, and says nothing."""
@@ -139,13 +142,14 @@ def test_a_chief_address_that_cannot_be_resolved() -> None:
         serve_store("no-such-host.invalid", 1, "a test", "")
 
 
+@pytest.mark.extended
 def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pathlib.Path) -> None:
     """192.0.2.0/24 is for documentation: nobody has such an address."""
     config = {"cluster": {"worker": ["192.0.2.7:2222", "127.0.0.1:2223"]}, "task": {"type": "worker", "index": 0}}
     script = tmp_path / "script.py"
     options = "mirrored.CommunicationOptions(startup_timeout_seconds=3)"
     script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
-    result = run_script([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
     doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
     said = result.stderr.splitlines()
     assert f"towers: {doubt}: no other worker will find it there" in said

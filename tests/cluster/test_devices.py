@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mirrored
-from tests.support.jobs import run_program
+from tests.support.programs import run_program
 from towers.collectives.connecting import compare_towers
 from towers.launching import play_cluster
 from towers.system import devices
@@ -20,7 +20,6 @@ def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
-@pytest.mark.slow
 @pytest.mark.row(21)
 def test_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_program(

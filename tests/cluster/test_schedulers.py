@@ -22,13 +22,14 @@ import pytest
 import mirrored
 from mirrored import ClusterError
 from tests.launching.test_start import TRAIN, train
-from tests.support.commands import Command, run_command, start_script
 from tests.support.controllers import CLUSTERS, Pod, pods_of, pytorch_job, read, slurm_tasks, words_for
-from tests.support.jobs import ROOT, start_program, variables_with
-from tests.support.two_hosts import enter_container, two_hosts, write_hosts
+from tests.support.hosts import in_container, on_host, two_hosts, write_hosts
+from tests.support.jobs import ROOT
+from tests.support.processes import family
+from tests.support.programs import Program, run_command, start_program, variables_with
 from tests.support.waiting import HANG, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 FILES = ["tfjob.yaml", "pytorchjob.yaml", "trainjob.yaml", "compose.yaml"]
 RESTARTS = str(ROOT / "tests" / "programs" / "restarts.py")
@@ -77,15 +78,15 @@ class Containers:
     def __init__(self, hosts: Hosts, pods: Sequence[Pod], words: Sequence[Sequence[str]], **variables: str) -> None:
         self.ended: list[list[tuple[int, str, str]]] = [[] for _ in pods]
         self._hosts, self._pods, self._words, self._variables = hosts, pods, words, variables
-        self._running: list[Command] = [self._start(index) for index in range(len(pods))]
+        self._running: list[Program] = [self._start(index) for index in range(len(pods))]
         self._keepers = [threading.Thread(target=self._keep, args=(index,)) for index in range(len(pods))]
         for keeper in self._keepers:
             keeper.start()
 
-    def _start(self, index: int) -> Command:
+    def _start(self, index: int) -> Program:
         pod = self._pods[index]
-        enter = functools.partial(enter_container, self._hosts[index][0], pod.name)
-        return start_script(self._words[index], env={**self._variables, **pod.variables}, enter=enter)
+        before = in_container(self._hosts[index][0], pod.name)
+        return start_program(self._words[index], env={**self._variables, **pod.variables}, before=before)
 
     def _keep(self, index: int) -> None:
         while True:
@@ -96,10 +97,8 @@ class Containers:
             self._running[index] = self._start(index)
 
     def end_command(self, index: int) -> None:
-        """Ask the command of a container, its first process, to end."""
-        process = self._running[index].pid
-        [command] = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        os.kill(int(command), signal.SIGTERM)
+        """Send SIGTERM to the command of a container, its first process."""
+        os.kill(family(self._running[index].pid)[1], signal.SIGTERM)
 
     def kill(self, index: int) -> None:
         """Kill all processes of a container."""
@@ -145,13 +144,13 @@ def test_a_chief_waits_for_its_own_name(hosts: Hosts, tmp_path: pathlib.Path) ->
     for namespace, _ in hosts:
         write_hosts(namespace, [])
     words = [words_for(pod.command, TRAIN, tmp_path) for pod in pods]
-    before = ["ip", "netns", "exec", hosts[0][0]]
+    before = on_host(hosts[0][0])
     chief = start_program(words[0], before=before, env=pods[0].variables)
     line = chief.stderr.readline()
     assert line == "towers: digits-worker-0.default.svc (from TF_CONFIG) cannot be looked up yet: waiting 60 s\n"
     name_all(hosts, pods)
-    worker = start_program(words[1], before=["ip", "netns", "exec", hosts[1][0]], env=pods[1].variables)
-    ends = [(*process.communicate(timeout=HANG), process.returncode) for process in (chief, worker)]
+    worker = start_program(words[1], before=on_host(hosts[1][0]), env=pods[1].variables)
+    ends = [(*process.communicate(), process.returncode) for process in (chief, worker)]
     assert [code for *_, code in ends] == [0, 0], ends
 
 
@@ -243,7 +242,7 @@ def sbatch(hosts: Hosts, tmp_path: pathlib.Path) -> Sbatch:
     tasks = []
     for variables in slurm_tasks(script):
         node = variables["SLURM_NODEID"]  # one kernel runs both: what it says of itself must not give that away
-        tasks.append((["ip", "netns", "exec", hosts[int(node)][0]], {**variables, "NCCL_HOSTID": node}))
+        tasks.append((on_host(hosts[int(node)][0]), {**variables, "NCCL_HOSTID": node}))
 
     def start(*program: str, **variables: str) -> subprocess.Popen[str]:
         path = f"{tmp_path}:{os.environ['PATH']}"

@@ -15,8 +15,6 @@ from tests.support.jobs import assert_close, make_data, parameters_of, seeded, t
 from tests.support.meeting import meet
 from tests.support.steps import averaging_step
 
-pytestmark = pytest.mark.slow
-
 EVERY_LAYER: dict[str, Any] = {"communication": mirrored.CommunicationOptions(bucket_bytes=64)}
 """A bucket for each parameter, or nearly."""
 
@@ -77,6 +75,7 @@ def test_training_gives_the_numbers_of_one_device_and_the_same_bits_each_time(ho
         assert all(map(torch.equal, other, first))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("hosts", "fails_on"), [("aabb", 1), ("aabb", 2), ("aab", 0), ("aabbb", 4)])
 def test_without_room_for_a_shared_region_on_one_tower(hosts: str, fails_on: int) -> None:
     assert all(towers(average_regions, fails_on, count=len(hosts), hosts=hosts))
@@ -95,6 +94,7 @@ def fail_in_a_backward(strategy: mirrored.Strategy) -> None:
         strategy.run(lambda: model(torch.ones(2, 5, requires_grad=True)).sum().backward())
 
 
+@pytest.mark.extended
 def test_a_tower_that_fails_when_buckets_are_on_their_way_is_named() -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
         towers(fail_in_a_backward, count=4, hosts="aabb", settings=EVERY_LAYER)

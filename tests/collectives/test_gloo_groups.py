@@ -17,6 +17,8 @@ from tests.support.waiting import wait_until
 from towers.collectives import process_group
 from towers.collectives.process_group import ProcessGroupCommunicator
 
+pytestmark = pytest.mark.extended
+
 
 def leave_channels(strategy: mirrored.Strategy) -> None:
     channels: list[Any] = []
@@ -30,7 +32,6 @@ def leave_channels(strategy: mirrored.Strategy) -> None:
     take_turns([0, 1] * 3, lambda: channels.append(strategy.communicator.channel()), leave)
 
 
-@pytest.mark.slow
 def test_a_tower_that_leaves_once_it_has_a_channel_cuts_nobody_off() -> None:
     """As one does whose script ends when it has made its strategy, which makes a channel at last."""
     towers(leave_channels, settings=GLOO)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import mirrored
-from tests.support.commands import start_script
 from tests.support.jobs import GLOO, ROOT, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.processes import await_ends
+from tests.support.programs import start_program
 from tests.support.reference import DTYPES, FLOAT8, agrees, fixed_order, random_tensor
 from tests.support.shared_memory import left, names
 from tests.support.steps import averaging_step
@@ -23,8 +24,6 @@ from tests.support.waiting import wait_until
 from towers import errors as towers_errors
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-
-pytestmark = pytest.mark.slow
 
 
 def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
@@ -77,6 +76,7 @@ def exchange_rows(
     assert torch.equal(given, torch.stack([row[comm.index] for row in rows]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("count", "rounds"), [(2, 60), (3, 60), (8, 4)])  # the last: more than there are cores
 def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: int, rounds: int) -> None:
     first, *others = towers(reduce_at_random, rounds, count=count)
@@ -174,10 +174,11 @@ def test_training_gives_the_numbers_of_gloo() -> None:
     assert_close(ours, gloo, 1e-6)
 
 
+@pytest.mark.extended
 def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
     before = names()
     words = [str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
-    process = start_script(words)
+    process = start_program(words)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     running = [int(file.read_text()) for file in files]
@@ -187,7 +188,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
         os.kill(pid, signal.SIGKILL)
     process.kill()
     process.communicate()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running))
+    await_ends(*running)
     assert left(before) == []
 
 
@@ -224,6 +225,7 @@ def reduce_and_average(strategy: mirrored.Strategy) -> tuple[list[str], bool]:
     return reduce_at_random(strategy, 20), average_regions(strategy, None)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("hosts", ["aab", "abba", "abbbc"])
 def test_any_mix_of_towers_per_host(hosts: str) -> None:
     first, *others = towers(across_hosts, reduce_and_average, count=len(hosts), hosts=hosts)

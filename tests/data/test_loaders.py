@@ -70,7 +70,6 @@ def from_loaders(strategy: mirrored.Strategy, kind: str) -> list[object]:
     return [len(data), *epochs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_loaders(kind: str) -> None:
     length, first, second = expected = from_loaders(mirrored.OneDeviceStrategy(), kind)

@@ -121,6 +121,7 @@ def test_no_example_is_repeated_or_left_out_where_data_changes_in_mid_epoch() ->
             go_on(state, *arguments, **options)
 
 
+@pytest.mark.extended
 def test_other_data_may_begin_with_an_epoch() -> None:
     _, state = half_of_an_epoch(6)
     assert len(go_on({**state, "step": 0}, range(30), 7)) == 30

@@ -32,14 +32,15 @@ import torch
 import mirrored
 import towers
 from mirrored import cli
-from tests.support.commands import run_script
-from tests.support.jobs import ROOT, assert_close, run_program
+from tests.support.jobs import ROOT, assert_close
+from tests.support.programs import run_program
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
     key=lambda path: path.relative_to(ROOT),
 )
 WITHIN = pathlib.Path(__file__).parent / "within"
+FIRST_READ = ("README.md", "start.md", "training.md", "data.md")
 PLACE = "# The document's lines come here.\n"
 IMPORTS = "import torch, torch.nn.functional as F, mirrored\nfrom torch import nn\n"
 """What every program of tests/docs/within/ begins with."""
@@ -62,7 +63,7 @@ class Program:
 
     def marks(self) -> list[pytest.MarkDecorator]:
         long = self.words.get("run by") == "python" or "from transformers " in self.source()
-        return [pytest.mark.slow] if long else []
+        return [pytest.mark.extended] if long or self.document.name not in FIRST_READ else []
 
     def source(self) -> str:
         if "within" not in self.words:
@@ -102,7 +103,6 @@ def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
     return [parameter.detach() for parameter in parameters], printed.getvalue()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [pytest.param(p, id=str(p), marks=p.marks()) for p in PROGRAMS])
 def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one and on two towers; what stands in a program of ours trains to the same parameters on both."""
@@ -125,7 +125,7 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         return
     if words.get("run by") == "python":
         (tmp_path / "program.py").write_text(program.source())
-        result = run_script(["program.py"], cwd=str(tmp_path), code=0)
+        result = run_program(["program.py"], cwd=str(tmp_path), code=0)
         assert words.get("prints", "") in result.stdout
         return
     (first, printed), (second, _) = run_on(2, program, tmp_path)
@@ -329,7 +329,7 @@ class Needs(html.parser.HTMLParser):
         self.addresses += [value or "" for name, value in attrs if name == "src" or (tag, name) == ("link", "href")]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     """Without a warning: links, anchors, docstrings and what the reference names. Its pages need no network."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -16,10 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mirrored
-from tests.support.commands import Command, run_command, start_command
-from tests.support.jobs import ROOT, end_of, launch, run_program
-
-pytestmark = pytest.mark.slow
+from tests.support.jobs import ROOT, launch
+from tests.support.programs import end_of, run_command, run_program, start_command, start_program
 
 EXAMPLES = ROOT / "examples"
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -29,7 +27,7 @@ def is_png(path: pathlib.Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--output", str(tmp_path)]
     result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")], code=0)
@@ -46,7 +44,7 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     assert saved == ["step-00000400", "step-00000460"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
     result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], code=0)
@@ -55,6 +53,7 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png", "epoch0002.png"]
 
 
+@pytest.mark.extended
 def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
     result = run_command([*words, "--output", str(tmp_path)], code=0)
@@ -66,6 +65,7 @@ def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.extended
 def test_keras_transfer_on_two_towers() -> None:
     program = str(EXAMPLES / "keras_transfer.py")
     result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"], code=0)
@@ -74,6 +74,7 @@ def test_keras_transfer_on_two_towers() -> None:
     assert min(accuracies) >= 50
 
 
+@pytest.mark.extended
 def test_ngrams_in_central_storage() -> None:
     words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "ngrams.py"), "--files", "20", "--epochs", "1"]
     result = run_command(words, code=0)
@@ -83,6 +84,7 @@ def test_ngrams_in_central_storage() -> None:
     assert "the table of 134 MB is on cpu, once for all towers" in result.stdout
 
 
+@pytest.mark.extended
 def test_gpt_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "gpt.py"), "--files", "10", "--epochs", "1"]
     result = run_command([*words, "--output", str(tmp_path)], code=0)
@@ -93,6 +95,7 @@ def test_gpt_on_two_towers(tmp_path: pathlib.Path) -> None:
     assert is_png(tmp_path / "gpt.png")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "size"),
     [("autoencoder.py", ("--patches", "33")), ("unet.py", ("--digits", "82"))],  # last batches of one example
@@ -121,6 +124,7 @@ def result_of(name: str, words: list[str], towers: int, output: pathlib.Path, li
     return float(match[1])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "words", "line"),
     [
@@ -162,6 +166,7 @@ def carried_on(path: pathlib.Path) -> list[list[float]]:
     return [*found, hidden.flatten().tolist()]
 
 
+@pytest.mark.extended
 def test_a_carried_state_goes_on_with_other_towers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     for saved, loaded in launch(carried_on, tmp_path / "state", count=2):
@@ -169,6 +174,7 @@ def test_a_carried_state_goes_on_with_other_towers(tmp_path: pathlib.Path, monke
     assert launch(carried_on, tmp_path / "state", count=3) == [[[0, 1]], [[2, 3]], [[4]]]
 
 
+@pytest.mark.extended
 def test_digits_by_towers_alone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +197,7 @@ def test_digits_by_towers_alone(
     assert is_png(output / "towers_digits.png")
 
 
+@pytest.mark.extended
 def test_photographs_of_a_folder_have_the_same_bits_on_two_towers(tmp_path: pathlib.Path) -> None:
     random = numpy.random.default_rng(0)
     for name, brightness in (("night", 80), ("day", 200)):
@@ -215,6 +222,7 @@ def test_photographs_of_a_folder_have_the_same_bits_on_two_towers(tmp_path: path
     assert is_png(tmp_path / "two" / "photographs.png")
 
 
+@pytest.mark.extended
 def test_photographs_that_come_with_packages() -> None:
     program = runpy.run_path(str(EXAMPLES / "photographs.py"))
     examples = list(program["cut_photographs"]())
@@ -223,6 +231,7 @@ def test_photographs_that_come_with_packages() -> None:
     assert sum(is_held_out for _, _, is_held_out in examples) == 528
 
 
+@pytest.mark.extended
 def test_fine_tuning_keeps_what_is_frozen(tmp_path: pathlib.Path) -> None:
     program = [str(EXAMPLES / "fine_tuning.py"), "--pretraining", "1", "--epochs", "3"]
     found = []
@@ -247,6 +256,7 @@ def test_fine_tuning_keeps_what_is_frozen(tmp_path: pathlib.Path) -> None:
     assert is_png(tmp_path / "two" / "fine_tuning.png")
 
 
+@pytest.mark.extended
 def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "evaluate_digits.py"), "--epochs", "3", "--output", str(tmp_path)]
     evaluator = start_command(["mirrored", "evaluate", *words])
@@ -260,6 +270,7 @@ def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
     assert rows[-1]["step"] == 69
 
 
+@pytest.mark.extended
 def test_the_digits_are_served_without_mirrored(tmp_path: pathlib.Path) -> None:
     training = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "digits.py"), "--epochs", "2"]
     saved, serving = ["--output", str(tmp_path), "--checkpoints", str(tmp_path)], [str(EXAMPLES / "serve.py")]
@@ -278,21 +289,17 @@ def test_the_digits_are_served_without_mirrored(tmp_path: pathlib.Path) -> None:
     assert "torch.export computes something else than the model that was trained" in result.stderr
 
 
-def run_example(name: str, *words: str) -> None:
-    sys.argv = [name, *words]
-    sys.path.insert(0, str(EXAMPLES))  # as for a script that is started
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-
-
+@pytest.mark.extended
 @pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {"recommender.py", "serve.py"}))
 def test_help(name: str) -> None:
-    command = Command(run_example, name, "--help")
+    command = start_program([str(EXAMPLES / name), "--help"])
     output, _ = command.communicate()
     assert command.returncode == 0
     assert "--devices" in output
     assert "--epochs" in output
 
 
+@pytest.mark.extended
 def test_a_failing_worker_ends_the_cluster() -> None:
     program = str(ROOT / "tests" / "programs" / "report.py")
     result = run_command(["mirrored", "cluster", program, "fail"], code=1)
@@ -328,6 +335,7 @@ def test_the_script_runs_on_one_and_on_two_towers(tmp_path: pathlib.Path) -> Non
     losses_of(PROGRAM, tmp_path)
 
 
+@pytest.mark.extended
 def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
     first, step = EXACT.split("...\n")
     program = re.sub(r"strategy = .*\n", first, PROGRAM)
@@ -339,6 +347,7 @@ def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib
     assert one == two
 
 
+@pytest.mark.extended
 def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM[: PROGRAM.index("for epoch")] + SAVED)

@@ -23,12 +23,10 @@ from mirrored.doctor.launchers import check_launcher, check_tf_config, check_var
 from mirrored.doctor.network import check_interfaces
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
-from tests.support.commands import Command
-from tests.support.jobs import ROOT, run_program, start_program
+from tests.support.jobs import ROOT
+from tests.support.programs import run_program, start_function, start_program
 from tests.support.waiting import HANG
 from towers.system.timeouts import clock, run_with_timeout
-
-pytestmark = pytest.mark.slow
 
 NOWHERE = "no-such-host.invalid"
 
@@ -45,18 +43,19 @@ def cluster(*addresses: str, index: int) -> dict[str, str]:
 
 def doctor(*words: str, **environ: str) -> tuple[int | None, str, str]:
     """Exit code, output and errors of ``mirrored doctor``, to which nothing seems slow, and which waits for long."""
-    command = Command(_doctor_without_time, *words, env=environ)
+    command = start_function(doctor_without_time, *words, env=environ)
     output, errors = command.communicate()
     return command.returncode, output, errors
 
 
-def _doctor_without_time(*words: str) -> int:
+def doctor_without_time(*words: str) -> int:
     clock.monotonic = lambda: 1.0  # type: ignore[method-assign]
     jobs._CPU_SECONDS = HANG
     mirrored.doctor.examine = functools.partial(examine, seconds=HANG)
     return cli.main(["doctor", *words])
 
 
+@pytest.mark.extended
 def test_two_towers_of_this_machine_work_together() -> None:
     code, output, errors = doctor("--json")
     report = json.loads(output)
@@ -69,6 +68,7 @@ def test_two_towers_of_this_machine_work_together() -> None:
     assert errors == ""
 
 
+@pytest.mark.extended
 def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
     variables = {"GLOO_SOCKET_IFNAME": "eth77", "RANK": "1", "CUDA_LAUNCH_BLOCKING": "1"}
     code, output, _ = doctor(**variables, **cluster(f"{NOWHERE}:4000", "127.0.0.1:4001", index=1))
@@ -143,6 +143,7 @@ def test_a_chief_that_answers_or_has_not_been_started(taken: tuple[int, int]) ->
     assert "nothing listens" in findings(check_tf_config, Severity.WARNING, **environ)["chief"].what
 
 
+@pytest.mark.extended
 def test_a_chief_that_does_not_answer_is_a_problem() -> None:
     with contextlib.ExitStack() as opened:
         silent = opened.enter_context(socket.socket())
@@ -170,6 +171,7 @@ def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
         assert chosen in found["NCCL_SOCKET_IFNAME"].what
 
 
+@pytest.mark.extended
 def test_towers_that_cannot_be_started_are_a_problem_of_the_machine(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / ("x" * 100)  # launch makes a socket there, whose path has to be short
     folder.mkdir()
@@ -200,6 +202,7 @@ def test_versions_are_compared_with_the_packages_ranges(version: str, ranges: st
     assert versions.compare("torch", version, ranges, "fix").severity is severity
 
 
+@pytest.mark.extended
 def test_a_check_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -236,6 +239,7 @@ def printed(check: str) -> list[str]:
     return [sys.executable, "-c", f"import os, mirrored.doctor.resources as r\n{program}"]
 
 
+@pytest.mark.extended
 def test_no_room_where_a_training_writes(tmp_path: pathlib.Path) -> None:
     script = 'mount -t tmpfs -o size=64k none "$0" && mount -t tmpfs -o size=8m none /dev/shm && cd "$0"'
     mounted = ["unshare", "--mount", "sh", "-c", f'{script} && (dd if=/dev/zero of=full; exec "$@")', str(tmp_path)]
@@ -247,6 +251,7 @@ def test_no_room_where_a_training_writes(tmp_path: pathlib.Path) -> None:
     assert "WARNING /dev/shm 8 MB of 8 MB free" in result.stdout
 
 
+@pytest.mark.extended
 def test_a_containers_cpu_limit_is_seen() -> None:
     root = pathlib.Path("/sys/fs/cgroup")
     group = (root / "cpu" if (root / "cpu").is_dir() else root) / f"mirrored-doctor-{os.getpid()}"

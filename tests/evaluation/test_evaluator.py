@@ -124,6 +124,7 @@ def test_a_run_that_starts_leaves_alone_what_an_evaluator_writes(
     assert not list(folder.glob(".evaluation.*"))
 
 
+@pytest.mark.extended
 @fast
 def test_its_folders_are_its_owners_alone(folder: pathlib.Path) -> None:
     with pytest.raises(mirrored.CheckpointError, match="no new checkpoint has come"):

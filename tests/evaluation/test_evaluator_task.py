@@ -10,11 +10,11 @@ import pytest
 
 from mirrored.checkpoint.manifest import name_of
 from tests.support.clusters import free_ports, start_agent
-from tests.support.commands import start_command, start_script
-from tests.support.jobs import ROOT, end_of
+from tests.support.jobs import ROOT
+from tests.support.programs import end_of, start_command, start_program
 from towers.launching.job import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 PROGRAM = str(ROOT / "tests" / "programs" / "evaluates.py")
 
@@ -34,7 +34,7 @@ def test_an_evaluator_beside_two_workers(way: str, tmp_path: pathlib.Path) -> No
         start_agent(job, PROGRAM, str(folder), TF_CONFIG=config) for job, config in zip(jobs, configs, strict=False)
     ]
     if way == "TF_CONFIG":
-        task = start_script([PROGRAM, str(folder)], env={"TF_CONFIG": configs[2]})
+        task = start_program([PROGRAM, str(folder)], env={"TF_CONFIG": configs[2]})
     else:
         task = start_command(["mirrored", "evaluate", PROGRAM, str(folder)])
     stopped = re.findall(r"stopped after step (\d+)", "".join(end_of(worker, 0)[0] for worker in workers))

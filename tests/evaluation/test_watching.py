@@ -23,6 +23,8 @@ from tests.support.checkpoints import manager_of
 from tests.support.clocks import Lockstep
 from tests.support.jobs import launch
 
+pytestmark = pytest.mark.extended
+
 COUNT = 200
 
 

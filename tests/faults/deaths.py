@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,8 +11,7 @@ import time
 from tests.faults.faults import DEATHS, Fault
 from tests.faults.play import PROGRAM
 from tests.support.clusters import free_ports, tf_configs
-from tests.support.jobs import start_program
-from tests.support.waiting import HANG
+from tests.support.programs import start_program
 
 STARTERS = ("mirrored run", "launch", "torchrun", "TF_CONFIG")
 LIMIT = 10.0  # seconds; five are promised, and machines are noisy
@@ -44,8 +42,8 @@ def _play(starter: str, fault: Fault) -> tuple[float, list[int], list[str]]:
         folder = pathlib.Path(place, "run")
         words = [*PROGRAM, str(folder), "--deadline", "60", "--fault", str(fault)]
         commands = _commands(starter, words)
-        jobs = [start_program(words, env=variables, stdout=subprocess.DEVNULL) for words, variables in commands]
-        errors = [job.communicate(timeout=HANG)[1] for job in jobs]
+        jobs = [start_program(words, env=variables) for words, variables in commands]
+        errors = [job.communicate()[1] for job in jobs]
         ended = time.time()
         begun = pathlib.Path(f"{folder}.fault")
         seconds = ended - begun.stat().st_mtime if begun.exists() else 0.0

@@ -17,7 +17,7 @@ import mirrored
 from tests.faults.faults import Fault
 from tests.faults.training import train
 from tests.support import shared_memory
-from tests.support.commands import run_command
+from tests.support.programs import run_command
 from tests.support.waiting import HANG
 
 PROGRAM = ["-m", "tests.faults.program"]

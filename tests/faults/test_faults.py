@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import signal
-import sys
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ import mirrored
 from tests.faults.faults import PHASES, Fault
 from tests.faults.play import PROGRAM, differences, launched, play
 from tests.support.clusters import start_workers
-from tests.support.commands import Command, start_command
-from tests.support.jobs import end_of
+from tests.support.programs import Program, end_of, start_command, start_program
 from tests.support.waiting import HANG, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +54,12 @@ def test_towers_with_a_fault_go_on_to_the_same_bits(
     assert differences(launched(tmp_path / "run"), expected) == []
 
 
-def start(towers: int, folder: pathlib.Path, *words: str) -> Command:
+def start(towers: int, folder: pathlib.Path, *words: str) -> Program:
     """Start the program on some towers of this machine."""
     arguments = [str(folder), "--towers", str(towers), *words]
     if towers == 1:
-        return Command(_program, *arguments)
+        return start_program([*PROGRAM, *arguments])
     return start_command(["mirrored", "run", "--towers", str(towers), *PROGRAM, *arguments])
-
-
-def _program(*arguments: str) -> None:
-    from tests.faults import program
-
-    sys.argv[1:] = arguments
-    program.main()
 
 
 @pytest.mark.parametrize("towers", [1, 2])

@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.accelerator import cases
 from tests.gpu.pairs import on_one_gpu, run_pair
-from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of
+from tests.support.programs import run_program
 from tests.support.steps import averaging_step
 from tests.support.waiting import HANG
 

@@ -143,6 +143,7 @@ def _frozen_on_one_tower(strategy: mirrored.Strategy) -> None:
     strategy.reduce("sum", 1.0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", SETTINGS)
 def test_a_parameter_that_is_frozen_on_one_tower_alone_is_an_error(backend: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=r"Sequential\.0\.weight is frozen .* on tower 1, but another"):

@@ -16,8 +16,6 @@ from tests.support.features import FEATURES, train_gan, with_feature
 from tests.support.jobs import assert_close, launch, text_of, towers
 from tests.support.steps import averaging_step
 
-pytestmark = pytest.mark.slow
-
 SHAPES = [(12, 40), (7,), (30, 2, 3), (3, 4)]  # the first and the third travel as products
 WAYS = {"gloo": (2, ""), "gloo of three": (3, ""), "hosts": (3, "aab"), "shared memory": (2, "")}
 
@@ -216,6 +214,7 @@ def _right(strategy: mirrored.Strategy, epochs: int, train_set: Digits, test_set
         return (model(test_set.images).argmax(1) == test_set.labels).float().mean().item(), sum(sizes)
 
 
+@pytest.mark.extended
 def test_digits_are_learned_as_well_with_an_eighth_of_the_bytes() -> None:
     gloo, digits = {"communication": mirrored.CommunicationOptions("gloo")}, load_digits()  # scikit-learn's
     exact, whole = towers(_right, 8, *digits, settings=gloo)[0]

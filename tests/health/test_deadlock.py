@@ -16,7 +16,7 @@ from tests.support.waiting import HANG
 from towers.health.deadlock import Beat, find_cycle
 from towers.health.peers import Status, Wait
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 class Training:

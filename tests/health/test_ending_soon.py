@@ -16,11 +16,14 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.stopping import StopSignals
-from tests.support.jobs import ROOT, run_program, towers
+from tests.support.jobs import ROOT, towers
 from tests.support.patience import patient_launch
+from tests.support.programs import run_program
 from tests.support.waiting import HANG, forever
 from towers.health import failure
 from towers.launching.job import Job, agent_command
+
+pytestmark = pytest.mark.extended
 
 
 def test_threads_of_a_failed_tower_have_less_time_than_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +130,6 @@ leave(3)
 """
 
 
-@pytest.mark.slow
 def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
     """With ``sys.exit`` in the place of ``leave`` this is exit code 134 in five of five runs."""
     result = run_program(["-c", LEAVING])
@@ -154,7 +156,6 @@ if strategy.is_chief:
 """
 
 
-@pytest.mark.slow
 def test_a_tower_that_ends_within_a_slow_request_of_its_store_does_not_abort(tmp_path: pathlib.Path) -> None:
     """Its heartbeat waits for the stopped agent, which goes on while an interpreter that does not wait is finalized."""
     (tmp_path / "train.py").write_text(SLOW_STORE)
@@ -172,7 +173,6 @@ ENDS = {
 }
 
 
-@pytest.mark.slow
 def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -> None:
     """NCCL, whose groups wait for other towers, is played by what sleeps; one program plays all ends."""
     result = run_program([str(ROOT / "tests" / "programs" / "shutdowns.py"), str(tmp_path), *ENDS], timeout=HANG)
@@ -184,7 +184,6 @@ def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -
     assert ends == ENDS
 
 
-@pytest.mark.slow
 def test_a_job_that_nobody_listens_to_ends_well() -> None:
     """Its starter has closed its outputs, as some schedulers do."""
     command = shlex.join(agent_command(Job(1), [sys.executable, "-c", "import sys"]))

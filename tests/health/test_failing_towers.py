@@ -13,13 +13,13 @@ import torch
 
 import mirrored
 from tests.support.clusters import start_workers
-from tests.support.commands import run_script
 from tests.support.jobs import towers
 from tests.support.patience import patient_launch
+from tests.support.programs import run_program
 from tests.support.unwell import TORCHRUN, UNWELL, unwell
 from tests.support.waiting import HANG, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 HERE = "in step 3, in the step's function"
 BOOM = f"towers: tower 1 failed {HERE}: ValueError: boom"
@@ -124,7 +124,7 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
         "if strategy.is_chief:\n"
         "    strategy.reduce('sum', 1)\n"
     )
-    result = run_script([str(script)], code=1)
+    result = run_program([str(script)], code=1)
     last = result.stderr.splitlines()[-1]
     assert last.startswith(
         "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"

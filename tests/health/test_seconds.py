@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.support.commands import start_command
-from tests.support.jobs import ROOT, start_program
+from tests.support.jobs import ROOT
 from tests.support.prefetching import told_to_end
+from tests.support.processes import await_ends
+from tests.support.programs import start_command, start_program
 from tests.support.unwell import unwell
-from tests.support.waiting import wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
 pytestmark = pytest.mark.seconds
@@ -75,5 +74,5 @@ def test_towers_end_soon_after_the_death_of_their_torchrun(promise: Promise) -> 
     began = time.monotonic()
     process.kill()
     process.wait()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
+    await_ends(*towers)
     promise(time.monotonic() - began, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import pty
@@ -13,18 +14,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.commands import Command, command_line, start_command
-from tests.support.jobs import ROOT, end_of, start_program
+from tests.support.jobs import ROOT
 from tests.support.prefetching import PREFETCHES, told_to_end, wait_for_line
-from tests.support.sockets import family
-from tests.support.waiting import HANG, wait_until
+from tests.support.processes import await_ends, family
+from tests.support.programs import Program, end_of, start_command, start_program
+from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
-Told = tuple[Command, list[int]]
+Told = tuple[Program, list[int]]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     assert process.poll() is None
     process.terminate()
     end_of(process, -signal.SIGTERM)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in ids))
+    await_ends(*ids)
 
 
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
@@ -83,7 +84,7 @@ def test_a_program_that_launches_passes_signals_on(saves: bool, tmp_path: pathli
         assert len(processes) >= 2, "two towers"
         process.terminate()
         end_of(process, EXIT_PREEMPTED if saves else -signal.SIGTERM)
-        wait_until(lambda: not any(os.path.exists(f"/proc/{each}") for each in processes))
+        await_ends(*processes)
         assert not list(pathlib.Path(temporary).glob("towers-*"))
     assert saves == any(tmp_path.glob("step-*"))
 
@@ -115,21 +116,20 @@ def test_who_has_saved_ends_beside_a_thread_that_goes_on(
         assert starter == "launch" or all("towers: preempted by SIGTERM" in error for error in errors)
 
 
-def _in_a_terminal(terminal: str, *words: str) -> int | None:
+def _in_a_terminal(terminal: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.setsid()
     opened = os.open(terminal, os.O_RDWR)  # the first one that a session opens is the one that ends it
     for number in range(3):
         os.dup2(opened, number)
     os.close(opened)
-    return command_line(*words)
 
 
 def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
     """The program has a terminal of its own, which is closed while it trains."""
     ours, theirs = pty.openpty()
     words = ["mirrored", "run", "--towers", "2", PREFETCHES, str(tmp_path), "nothing", "nowhere"]
-    process = Command(_in_a_terminal, os.ttyname(theirs), *words)
+    process = start_command(words, enter=functools.partial(_in_a_terminal, os.ttyname(theirs)))
     said = b""
     while b"step 3" not in said:
         assert select.select([ours], [], [], HANG)[0], said

@@ -12,10 +12,10 @@ from torch._utils import ExceptionWrapper
 from torch.distributed import FileStore, PrefixStore
 
 import mirrored
-from tests.support.commands import Command
 from tests.support.handshakes import serve, tower
+from tests.support.hosts import on_small_disk
 from tests.support.jobs import towers
-from tests.support.two_hosts import mount_own
+from tests.support.programs import start_function
 from towers.gradients.pairing import BackwardCounter
 from towers.health import heartbeat
 from towers.health.failure import FailureReport
@@ -56,6 +56,7 @@ def test_a_file_gets_no_heartbeats(tmp_path: pathlib.Path, caplog: pytest.LogCap
     assert "initialised through a file, so towers send no heartbeats" in caplog.text
 
 
+@pytest.mark.extended
 def test_a_stack_is_asked_for_from_the_first_moment(tmp_path: pathlib.Path) -> None:
     """The towers are connected to the store where they ask when their heartbeats begin, however slow the machine is."""
     store = serve()
@@ -209,16 +210,16 @@ def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
     assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]
 
 
-def _begin_on_a_full_disk(folder: str) -> None:
-    mount_own(b"tmpfs", folder, b"size=4k")
+def begin_on_a_full_disk(folder: str) -> None:
     pathlib.Path(folder, "full").write_bytes(bytes(4096))
     os.environ[STATUS_RECORD] = str(record_path(folder, 0))
     print(Health.of_this_tower("starting").status, StatusRecord.find(folder, 0))
 
 
+@pytest.mark.extended
 def test_a_full_disk_ends_no_tower(tmp_path: pathlib.Path) -> None:
-    command = Command(_begin_on_a_full_disk, str(tmp_path))
+    command = start_function(begin_on_a_full_disk, str(tmp_path), before=on_small_disk(tmp_path, 4096))
     output, errors = command.communicate()
-    if "PermissionError" in errors:
-        pytest.skip("a small file system needs the right to mount")
+    if "Operation not permitted" in errors:
+        pytest.skip("a small file system needs permission to mount it")
     assert (output, command.returncode) == ("before its first step, starting None\n", 0), errors

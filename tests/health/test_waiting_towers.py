@@ -25,7 +25,7 @@ from towers.health import heartbeat
 from towers.health.heartbeat import Heartbeat
 from towers.health.status import StatusRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:

@@ -62,6 +62,7 @@ def test_towers_that_have_read_different_messages_do_not_go_on() -> None:
             meet(store, 0 if store is first else 1, seconds=0.2)
 
 
+@pytest.mark.extended
 def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() -> None:
     store, old = HashStore(), recorded()
     store.set("tower/2", sign(TOKEN, "tower/2", {**verify(TOKEN, "tower/1", old["tower/1"]), "index": 2}))
@@ -204,7 +205,7 @@ def _suspended(strategy: mirrored.Strategy, seconds: float, timeout: float) -> f
         del clock.monotonic
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None:
     assert towers(_suspended, 12.0, 10.0) == [2.0, 2.0]
 
@@ -224,7 +225,7 @@ def _stopped(strategy: mirrored.Strategy) -> str:
     return "no error"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_stopped_tower_is_woken_to_hear_that_the_others_end() -> None:
     """torchrun would wait half a minute for it to end."""
     first, second = towers(_stopped)

@@ -11,10 +11,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from mirrored import TorchrunClusterResolver
 from tests.support.clusters import free_port, start_agent, torchrun_variables
-from tests.support.commands import run_script, start_script
 from tests.support.handshakes import KEYS, TOKEN, TOWER, both_meet, join, meet, serve, together, tower
-from tests.support.jobs import ROOT, end_of, run_program, start_program
-from tests.support.sockets import family, listening
+from tests.support.jobs import ROOT
+from tests.support.processes import family
+from tests.support.programs import end_of, run_program, start_program
+from tests.support.sockets import listening
 from tests.support.waiting import HANG
 from towers import HandshakeError, StartupError
 from towers.collectives.connecting import compare_towers
@@ -32,12 +33,12 @@ def store() -> TCPStore:
     return serve()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
     variables = torchrun_variables(MASTER_PORT=str(free_port()), **{JOB_TOKEN: "right"})
-    first = start_script([WAITS, "end"], env=variables)
+    first = start_program([WAITS, "end"], env=variables)
     try:
-        refused = run_script([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"}, code=1)
+        refused = run_program([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"}, code=1)
         last = refused.stderr.strip().splitlines()[-1]
         host = f"(on {os.uname().nodename})"
         assert last.startswith(
@@ -45,7 +46,7 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
         )
         assert f"a message of a process on {os.uname().nodename} with another job token" in last
         assert "wrong" not in refused.stderr
-        run_script([WAITS, "end"], env={**variables, "RANK": "1"}, code=0)
+        run_program([WAITS, "end"], env={**variables, "RANK": "1"}, code=0)
         assert first.communicate(timeout=HANG)[0] == "ready\n"
         assert first.returncode == 0
     finally:
@@ -66,7 +67,7 @@ def test_a_tower_that_comes_before_the_chief_has_signed_waits_for_that(monkeypat
         join(served, token="wrong")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
     job = start_program([WAITS, "two"])
     try:
@@ -83,6 +84,7 @@ def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
         job.communicate(timeout=HANG)
 
 
+@pytest.mark.extended
 def test_workers_with_different_tokens_are_refused() -> None:
     addresses = (f"127.0.0.1:{free_port()}", "127.0.0.1:2")
     first, second = (
@@ -153,6 +155,7 @@ def test_a_tower_that_does_not_come_is_missing_whatever_is_stored_in_its_place(s
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.extended
 def test_who_is_waited_for_is_said_while_there_is_time_to_start_it(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,95 +2,69 @@
 
 from __future__ import annotations
 
-import functools
 import ipaddress
-import os
 import pathlib
-import shutil
 import socket
 import stat
-import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.clusters import free_port, tf_configs
-from tests.support.commands import start_command, start_script
-from tests.support.jobs import ROOT, start_program
-from tests.support.sockets import family, ip, listening, unix_sockets
-from tests.support.two_hosts import enter_host
-from tests.support.waiting import HANG
+from tests.support.hosts import ip, namespaces, on_host, write_hosts
+from tests.support.jobs import ROOT
+from tests.support.processes import family
+from tests.support.programs import Program, start_command, start_program
+from tests.support.sockets import listening, unix_sockets
 from towers.system.machine import address_towards, interface_of, interface_variables
 
 pytestmark = [
     pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets"),
-    pytest.mark.slow,
+    pytest.mark.extended,
 ]
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
-Enter = Callable[[], None] | None
-
 
 @pytest.fixture(scope="module")
-def outside() -> Iterator[Enter]:
-    """Puts a process onto a host whose own name leads to an address that others reach.
+def outside() -> Iterator[list[str]]:
+    """Words that run a command on a host whose own name leads to an address that others reach.
 
-    There, what binds to the host's name is seen to. Without the right to make such a host, this one does (None).
+    There, an address that a process binds to by the host's name can be told from loopback.
     """
-    name = f"sockets{os.getpid()}"
-    if shutil.which("ip") is None or ip("netns", "add", name).returncode:
-        yield None
-        return
-    try:
-        folder = pathlib.Path("/etc/netns", name)
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n10.78.0.1 {socket.gethostname()}\n")
-        ip("-n", name, "link", "set", "lo", "up")
+    with namespaces("s") as [name]:
+        write_hosts(name, [(socket.gethostname(), "10.78.0.1")])
         ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
         ip("-n", name, "addr", "add", "10.78.0.1/24", "dev", "eth0")
         for device in ("eth0", "eth1"):
             assert ip("-n", name, "link", "set", device, "up").returncode == 0
-        yield functools.partial(enter_host, name)
-    finally:
-        ip("netns", "del", name)
-        shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+        yield on_host(name)
 
 
-def start_new(words: list[str], *, enter: Enter) -> subprocess.Popen[str]:
-    """Start ``python …`` without a fork of the tests: its towers come from the agent's own fork server."""
-    return start_program(words, preexec_fn=enter)
+def wait_until_ready(program: Program) -> None:
+    """Return when it prints that it is ready; Gloo of torch 2.9 may print something before."""
+    assert "ready\n" in program.stdout, program.communicate()[1]
 
 
-def wait_until_ready(process: Any) -> None:
-    """Return when it says so; Gloo of torch 2.9 may say something before."""
-    guard = threading.Timer(HANG, process.kill)
-    guard.start()
-    ready = "ready\n" in iter(process.stdout.readline, "")
-    guard.cancel()
-    assert ready, process.communicate(timeout=HANG)[1]
-
-
-def end(process: Any) -> None:
-    process.terminate()
-    process.communicate(timeout=HANG)
+def end(program: Program) -> None:
+    program.terminate()
+    program.communicate()
 
 
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (start_new, [WAITS, "two", "gloo"]),
+        (start_program, [WAITS, "two", "gloo"]),
         (start_command, ["mirrored", "run", "--towers", "2", WAITS, "group"]),
-        (start_script, [WAITS, "launch"]),
+        (start_program, [WAITS, "launch"]),
         (start_command, [*TORCHRUN, WAITS, "gloo"]),
     ],
     ids=["python", "beside a group of the user's", "launch", "torchrun"],
 )
-def test_on_one_host_nothing_listens_beyond_loopback(start: Any, words: list[str], outside: Enter) -> None:
-    process = start(words, enter=outside)
+def test_on_one_host_nothing_listens_beyond_loopback(start: Any, words: list[str], outside: list[str]) -> None:
+    process = start(words, before=outside)
     try:
         wait_until_ready(process)
         # torchrun's own process is torchrun's: it listens everywhere.
@@ -125,11 +99,11 @@ def test_the_interface_of_an_address(address: str) -> None:
     assert interface_of("192.0.2.255") is interface_of("2001:db8::ff") is None
 
 
-def test_workers_on_a_loopback_address_keep_to_it(outside: Enter) -> None:
+def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:
     workers = []
     try:
         for text in tf_configs([f"127.0.0.1:{free_port()}", "127.0.0.1:1"]):
-            workers.append(start_script([WAITS], enter=outside, env={"TF_CONFIG": text}))
+            workers.append(start_program([WAITS], before=outside, env={"TF_CONFIG": text}))
         wait_until_ready(workers[0])
         found = [address for worker in workers for one in family(worker.pid) for address, _ in listening(one)]
         assert len(found) >= 3, "the store, and each tower's Gloo"

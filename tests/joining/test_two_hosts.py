@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pathlib
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -13,14 +11,15 @@ import pytest
 
 from tests.faults.play import DEADLINE, PROGRAM, differences, launched
 from tests.support.clusters import tf_configs
-from tests.support.commands import Command, start_script
-from tests.support.jobs import ROOT, start_program
-from tests.support.sockets import family, ip, listening
-from tests.support.two_hosts import enter_host, two_hosts, write_hosts
-from tests.support.waiting import HANG, wait_until
+from tests.support.hosts import ip, on_host, two_hosts, write_hosts
+from tests.support.jobs import ROOT
+from tests.support.processes import family
+from tests.support.programs import Program, start_program
+from tests.support.sockets import listening
+from tests.support.waiting import wait_until
 from towers.launching.job import Job, agent_command
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
@@ -37,9 +36,9 @@ def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
         write_hosts(namespace, [(f"host{i}", address) for i, address in enumerate(addresses)])
 
 
-def start_on(host: str, words: Sequence[str], config: str) -> subprocess.Popen[str]:
+def start_on(host: str, words: Sequence[str], config: str) -> Program:
     """Start Python on a host. One kernel runs both: what it says of itself must not give that away."""
-    return start_program(words, before=["ip", "netns", "exec", host], env={"TF_CONFIG": config, "NCCL_HOSTID": host})
+    return start_program(words, before=on_host(host), env={"TF_CONFIG": config, "NCCL_HOSTID": host})
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -57,7 +56,7 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
     reports = [process.stdout.readline() for process in processes]
     found = [[listening(one) for one in family(process.pid)] for process in processes]
     (tmp_path / "seen").touch()
-    outputs = [process.communicate(timeout=HANG) for process in processes]
+    outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     # One tower on the first host, two on the second; each host's first tower shows.
     assert [json.loads(line)["towers"] for line in reports] == [3, 3]
@@ -73,16 +72,16 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
     assert "mirrored:" not in outputs[1][1]
 
 
-def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[Command]:
+def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[Program]:
     """Start the agents that tests/faults/program.py becomes as the workers of a cluster, one tower on each host."""
     addresses = tuple(f"{address}:4001" for _, address in hosts)
     program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
     jobs = [Job(1, index, 2, addresses, "TF_CONFIG") for index in range(2)]
     return [
-        start_script(
+        start_program(
             agent_command(jobs[index], program)[1:],
             env={"TF_CONFIG": tf_configs(addresses)[index], "NCCL_HOSTID": name},
-            enter=functools.partial(enter_host, name),
+            before=on_host(name),
         )
         for index, (name, _) in enumerate(hosts)
     ]
@@ -93,7 +92,7 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on(hosts: list[tuple[str, 
     wait_until((tmp_path / "run.fault").exists)
     ip("-n", hosts[0][0], "link", "set", "eth0", "down")
     (tmp_path / "run.cut").touch()
-    outputs = [worker.communicate(timeout=HANG) for worker in workers]
+    outputs = [worker.communicate() for worker in workers]
     assert all(worker.returncode for worker in workers), outputs
     for own, (_, errors) in enumerate(outputs):
         last = errors.splitlines()[-1]
@@ -102,7 +101,7 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on(hosts: list[tuple[str, 
         assert f"tower {1 - own}" in last
     ip("-n", hosts[0][0], "link", "set", "eth0", "up")
     workers = train(hosts, tmp_path / "run")
-    outputs = [worker.communicate(timeout=HANG) for worker in workers]
+    outputs = [worker.communicate() for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     assert "goes on from" in outputs[0][1]
     assert differences(json.loads(outputs[0][0]), launched(tmp_path / "whole", towers=2)) == []

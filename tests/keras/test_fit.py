@@ -10,8 +10,6 @@ import pytest
 from tests.keras import cases
 from tests.support.jobs import launch
 
-pytestmark = pytest.mark.slow
-
 Results = dict[str, dict[str, Any]]
 
 
@@ -33,7 +31,14 @@ OF_SHARES = [
 """Cases in which it matters how many towers get fewer examples than others, or none: five towers do no others."""
 
 
-@pytest.mark.parametrize(("towers", "names"), [(2, list(cases.CASES)), (3, list(cases.CASES)), (5, OF_SHARES)])
+@pytest.mark.parametrize(
+    ("towers", "names"),
+    [
+        (2, list(cases.CASES)),
+        pytest.param(3, list(cases.CASES), marks=pytest.mark.extended),
+        pytest.param(5, OF_SHARES, marks=pytest.mark.extended),
+    ],
+)
 def test_the_numbers_of_one_tower_and_the_same_bits_on_all(one: Results, towers: int, names: list[str]) -> None:
     first, *others = on_towers(towers, names)
     assert list(first) == names

@@ -10,8 +10,6 @@ import pytest
 from tests.keras import monitored
 from tests.support.jobs import launch
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("towers", [1, 2])
 def test_reports_of_fit(tmp_path: pathlib.Path, towers: int) -> None:

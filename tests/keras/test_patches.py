@@ -9,11 +9,9 @@ import sys
 
 import pytest
 
-from tests.support.commands import run_script
 from tests.support.jobs import ROOT
+from tests.support.programs import run_program
 from tests.support.waiting import HANG
-
-pytestmark = pytest.mark.slow
 
 REFUSED = """
 import os, sys
@@ -68,6 +66,7 @@ def printed() -> list[str]:
     return lines
 
 
+@pytest.mark.extended
 def test_what_it_does_not_take(printed: list[str]) -> None:
     """Other backends and versions, each an ImportError that says what to do."""
     lines = printed[:2] + printed[5:]
@@ -78,11 +77,12 @@ def test_what_it_does_not_take(printed: list[str]) -> None:
     assert "imported before with the backend jax: put 'import mirrored.keras' before 'import keras'" in lines[4]
 
 
+@pytest.mark.extended
 def test_a_model_without_a_strategy_is_left_to_keras(printed: list[str], tmp_path: pathlib.Path) -> None:
     """Weights, losses and signatures are those of a Keras that was not changed."""
     script = tmp_path / "plain.py"
     script.write_text(TRAINS + 'import sys\nassert "mirrored.keras" not in sys.modules')
-    plain = run_script([str(script)], env={"KERAS_BACKEND": "torch"}, code=0)
+    plain = run_program([str(script)], env={"KERAS_BACKEND": "torch"}, code=0)
     assert plain.stdout.splitlines() == printed[2:5]
     assert printed[2].startswith("torch ")  # which the import has chosen
 

@@ -13,10 +13,8 @@ import pytest
 
 import mirrored
 from tests.keras import behaviours, stopped
-from tests.support.commands import run_command
 from tests.support.jobs import ROOT, launch
-
-pytestmark = pytest.mark.slow
+from tests.support.programs import run_command
 
 
 def assert_same(weights: list[Any], others: list[Any]) -> None:
@@ -63,6 +61,7 @@ def test_tensorboard_is_written_by_the_chief_alone(tmp_path: pathlib.Path, tower
         assert re.match("ImportError: .*mirrored.keras.TensorBoard", found["error"]), found["error"]
 
 
+@pytest.mark.extended
 def test_compiled_eager_and_mixed_precision() -> None:
     first, second = launch(behaviours.settings_of_compile)
     for name, values in first.items():
@@ -109,6 +108,7 @@ def whole_fit(kind: str, towers: int) -> Any:
 
 
 # 7 is in the middle of an epoch, 8 its last batch; in 12 it is killed when the epoch is over.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "killed_in", "towers"),
     [
@@ -135,6 +135,7 @@ def test_a_killed_fit_goes_on_to_the_same_weights(
         assert_same(resumed["weights"], whole["weights"])
 
 
+@pytest.mark.extended
 def test_a_fit_goes_on_from_a_snapshot_in_memory(tmp_path: pathlib.Path) -> None:
     """Nothing is on the disk then."""
     script = str(ROOT / "tests" / "programs" / "keras_restarts.py")

@@ -9,6 +9,8 @@ import pytest
 import mirrored
 from tests.verification.scripts import PROGRAMS
 
+pytestmark = pytest.mark.extended
+
 OTHERS = [
     ("unbuilt", 3, 0, "parameters are equal within 0.0001, and so are the 1 results that are reduced or gathered"),
     ("metric", 2, 1, "[reported-value]: training is equal, but the logs of Keras' loop"),
@@ -29,7 +31,7 @@ OTHERS = [
     [
         ("sequential, sync", 2, 0, "The same: losses, gradients and parameters are equal"),
         ("sequential", 2, 1, "batch norm (batch_normalization) takes the statistics of each tower's own"),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in OTHERS),
+        *(pytest.param(*row, marks=pytest.mark.extended) for row in OTHERS),
     ],
 )
 def test_what_keras_scripts_hold(tmp_path: pathlib.Path, kind: str, towers: int, code: int, words: str) -> None:

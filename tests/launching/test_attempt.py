@@ -11,8 +11,7 @@ import textwrap
 
 import pytest
 
-from tests.support.commands import start_command
-from tests.support.jobs import end_of
+from tests.support.programs import end_of, start_command
 from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
@@ -23,6 +22,8 @@ from towers.launching.job import Job
 from towers.launching.rendezvous import Rendezvous
 from towers.launching.restarts import RestartableAttempt
 from towers.topology import ERROR_FILE, STATUS_RECORD
+
+pytestmark = pytest.mark.extended
 
 
 def test_a_second_attempt_finds_nothing_of_the_first(tmp_path: pathlib.Path) -> None:
@@ -102,7 +103,6 @@ SAVES = r"""
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_cluster_that_is_told_to_end_lets_its_workers_save(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "saves.py"
@@ -125,7 +125,6 @@ STUBBORN = """
 """
 
 
-@pytest.mark.slow
 def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play_cluster, "_GRACE", 0.5)
     assert play_cluster.play([sys.executable, "-c", textwrap.dedent(STUBBORN)], 2) == 1

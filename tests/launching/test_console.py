@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import tempfile
 
 import pytest
 
-from tests.support.commands import run_command, start_command
 from tests.support.jobs import ROOT
-from tests.support.waiting import wait_until
+from tests.support.processes import await_ends
+from tests.support.programs import run_command, start_command
 from towers.launching import console
-
-pytestmark = pytest.mark.slow
 
 
 def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +27,7 @@ def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["something-else"]
 
 
+@pytest.mark.extended
 def test_killed_agents_leave_nothing_after_a_new_start(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "run", "--towers", "2", str(ROOT / "tests" / "programs" / "report.py")]
     environment = {"TMPDIR": str(tmp_path)}
@@ -37,7 +35,7 @@ def test_killed_agents_leave_nothing_after_a_new_start(tmp_path: pathlib.Path) -
         job = start_command([*words, "wait"], env=environment)
         tower = json.loads(job.stdout.readline())["pid"]
         job.kill()
-        wait_until(lambda tower=tower: not os.path.exists(f"/proc/{tower}"))  # type: ignore[misc]
+        await_ends(tower)
         job.communicate()
     assert len(list(tmp_path.glob("towers-*"))) == 1
     run_command(words, env=environment, code=0)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import run_program
+from tests.support.programs import run_program
+
+pytestmark = pytest.mark.extended
 
 LOOK = """
 import atexit, gc, json, logging, multiprocessing, os, random, signal, sys, tempfile, threading
@@ -97,6 +99,7 @@ def run_fork(words: Sequence[str], cwd: pathlib.Path) -> tuple[str, str, int]:
 import os, sys
 
 del sys.path[0]  # the current directory
+from tests.support.programs import run_program
 from towers.launching.fork_server import ForkServer
 
 words = [sys.executable, *sys.argv[1:]]

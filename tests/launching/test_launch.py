@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -20,11 +19,11 @@ import pytest
 import torch
 
 import mirrored
-from tests.support.jobs import ROOT, run_program, start_program
+from tests.support.jobs import ROOT
+from tests.support.processes import await_ends
+from tests.support.programs import run_program, start_program
 from tests.support.waiting import HANG, forever, wait_until
 from towers import launch
-
-pytestmark = pytest.mark.slow
 
 
 def tower() -> int:
@@ -134,6 +133,7 @@ def test_the_first_cause_is_told_not_its_consequences() -> None:
     assert all(failure.consequence for failure in others)
 
 
+@pytest.mark.extended
 def test_a_job_has_a_time_limit_or_none() -> None:
     with pytest.raises(mirrored.TowerFailedError, match=r"not done after 1 s \(not done: towers 0, 1\)"):
         launch(forever, timeout=1)
@@ -237,18 +237,19 @@ SCRIPT = """
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_running(number: int, tmp_path: pathlib.Path) -> None:
     """SIGTERM is sent in tests/health/test_signals.py."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    process = start_program([str(script), str(tmp_path)], stderr=subprocess.DEVNULL, start_new_session=True)
+    process = start_program([str(script), str(tmp_path)], session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     towers = [int(file.read_text()) for file in files]
     process.send_signal(number)
-    process.wait(timeout=HANG)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in towers))
+    process.wait()
+    await_ends(*towers)
 
 
 NOTEBOOK = """
@@ -264,6 +265,7 @@ NOTEBOOK = """
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", [["-c", textwrap.dedent(NOTEBOOK)], ["-"]], ids=["-c", "standard input"])
 def test_functions_from_a_notebook_cell(words: list[str]) -> None:
     """Such a program has a __main__ without a file, as a notebook kernel has."""
@@ -280,6 +282,7 @@ def leave_a_child_behind(path: str) -> None:
     forever()
 
 
+@pytest.mark.extended
 def test_a_dead_tower_is_seen_while_its_child_lives(tmp_path: pathlib.Path) -> None:
     with pytest.raises(mirrored.TowerFailedError, match="tower 1 ended by SIGKILL"):
         launch(leave_a_child_behind, (str(tmp_path / "child"),))
@@ -293,6 +296,7 @@ def close_everything_and_end(asked: pathlib.Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.extended
 def test_the_exit_code_is_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tower lives until its launcher waits for its end, and two seconds more."""
     join = ForkServerProcess.join
@@ -346,6 +350,7 @@ def test_output_that_nobody_reads_stops_no_tower(monkeypatch: pytest.MonkeyPatch
     assert launch(talk, timeout=HANG) == [0, 1]
 
 
+@pytest.mark.extended
 def test_a_fork_server_that_has_used_cuda_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     program = """

@@ -6,7 +6,6 @@ import contextlib
 import pathlib
 import signal
 import socket
-import subprocess
 import time
 from datetime import timedelta
 
@@ -14,10 +13,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.support.clusters import free_port
-from tests.support.jobs import start_program
+from tests.support.hosts import ip, on_host, two_hosts
+from tests.support.programs import Program, start_program
 from tests.support.restarts import Workers
-from tests.support.sockets import ip
-from tests.support.two_hosts import two_hosts
 from tests.support.waiting import HANG, wait_until
 from towers.errors import StartupError
 from towers.launching.attempts import FollowerRendezvous
@@ -25,6 +23,8 @@ from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.lifelines import Lifeline, Lifelines
 from towers.system.timeouts import run_with_timeout
+
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, lifelines:
 def test_a_worker_does_not_wait_for_a_chief_that_has_ended_the_job(lifelines: Lifelines) -> None:
     """Where its towers took so long to end that the chief has gone before it could ask how."""
     follower = FollowerRendezvous(Job(1, 1, 2, (f"127.0.0.1:{free_port()}", "127.0.0.1:1"), restarts=1), "")
+    follower._has_met = True
     follower._lifeline = Lifeline("127.0.0.1", lifelines.port, 1.0)
     wait_until(lambda: lifelines.lost() == {} and len(lifelines._names) == 1)
     lifelines.say_goodbye()
@@ -89,13 +90,12 @@ print(end, flush=True)
 """
 
 
-@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_missed_and_one_whose_agent_is_stopped_is_not() -> None:
     with two_hosts() as hosts, contextlib.ExitStack() as stack:
         (first, address), (second, _) = hosts
 
-        def start(host: str, port: str) -> tuple[subprocess.Popen[str], str]:
-            process = start_program(["-c", ENDS, address, port], before=["ip", "netns", "exec", host])
+        def start(host: str, port: str) -> tuple[Program, str]:
+            process = start_program(["-c", ENDS, address, port], before=on_host(host))
             stack.callback(process.kill)
             return process, process.stdout.readline().strip()
 
@@ -106,7 +106,7 @@ def test_a_host_that_does_not_answer_is_missed_and_one_whose_agent_is_stopped_is
         assert worker.poll() is None
         chief.send_signal(signal.SIGCONT)
         ip("-n", first, "link", "set", "eth0", "down")
-        outputs = [process.communicate(timeout=HANG)[0] for process in (chief, worker)]
+        outputs = [process.communicate()[0] for process in (chief, worker)]
     end = "cannot be reached: its host, or the network, does not answer"
     assert outputs == [f"{ {name: end} }\n", f"{end}\n"]
 

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 import mirrored
 from tests.support import shared_memory
 from tests.support.clusters import free_port, free_ports, start_agent
-from tests.support.commands import Command, command_line, run_command, run_script
 from tests.support.patience import PATIENT_AGENTS
+from tests.support.programs import run_command, run_program, start_command
 from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import HANG, wait_until
 from towers.joining.store import SignedStore, serve_store
@@ -26,6 +26,8 @@ from towers.launching.members import choose_members, on_devices_left
 from towers.launching.rendezvous import Rendezvous
 from towers.launching.restarts import RestartableAttempt, _reason_against
 from towers.system.timeouts import Deadline
+
+pytestmark = pytest.mark.extended
 
 RUN = ["mirrored", "run", "--towers", "2"]
 
@@ -61,7 +63,7 @@ def test_after_failures_a_job_goes_on_to_the_same_bits(undisturbed: str, tmp_pat
 
 def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_path: pathlib.Path) -> None:
     """Also on one tower, for which there would be no agent."""
-    result = run_script([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
+    result = run_program([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
     assert result.stdout.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
     assert "towers: all start again (1 of 2 restarts)" in result.stderr
 
@@ -135,17 +137,13 @@ def test_steps_are_not_lost_unasked(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_signal_to_the_agent_is_no_failure(tmp_path: pathlib.Path) -> None:
-    command = Command(_run, "--restarts", "2", PROGRAM, str(tmp_path), env={"FAIL": "4:wait:1"})
+    command = start_command([*RUN, "--restarts", "2", PROGRAM, str(tmp_path)], env={"FAIL": "4:wait:1"})
     wait_until((tmp_path / "failed4").exists)
     command.terminate()
     (tmp_path / "go").touch()
     output, errors = command.communicate()
     assert command.returncode == 75, errors
     assert output == "goes on after step 0\n"
-
-
-def _run(*words: str) -> int | None:
-    return command_line("mirrored", *RUN[1:], *words)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -354,7 +352,7 @@ def test_a_snapshot_of_another_job_is_refused(undisturbed: str, tmp_path: pathli
 
 
 def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: pathlib.Path) -> None:
-    command = Command(_run, "--restarts", "2", PROGRAM, str(tmp_path), "memory", env={"FAIL": "4:wait:1"})
+    command = start_command([*RUN, "--restarts", "2", PROGRAM, str(tmp_path), "memory"], env={"FAIL": "4:wait:1"})
     wait_until((tmp_path / "failed4").exists)
     files = shared_memory.files_of(command.pid, "towers-memory")
     assert sum(file.st_size > 0 for file in files) == 1

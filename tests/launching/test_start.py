@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -19,14 +20,13 @@ import torch
 import mirrored
 from mirrored import cli
 from tests.support.clusters import free_port, torchrun_variables
-from tests.support.commands import Command, run_command, run_script, start_script
-from tests.support.jobs import ROOT, end_of, run_program, start_program
+from tests.support.jobs import ROOT
+from tests.support.processes import await_ends
+from tests.support.programs import Program, end_of, run_command, run_program, start_program
 from tests.support.waiting import HANG, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
 from towers.launching.job import _find_program, own_command
-
-pytestmark = pytest.mark.slow
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
@@ -49,6 +49,7 @@ def test_one_device_stays_in_place() -> None:
     assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by python\n"
 
 
+@pytest.mark.extended
 def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
     """With all its flags and words, from where it was started, and whatever is called towers there."""
     (tmp_path / "towers.py").write_text("raise RuntimeError('not this one')")
@@ -66,6 +67,7 @@ def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
     assert found["file"] == "my script.py"
 
 
+@pytest.mark.extended
 def test_a_module_becomes_its_towers() -> None:
     result = run_program(["-Om", "programs.report", "two", "-m", "x"], cwd=str(ROOT / "tests"))
     found = report(result)
@@ -81,10 +83,11 @@ def state_of(process: int) -> str:
     return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
+@pytest.mark.extended
 def test_the_process_itself_becomes_the_launcher() -> None:
     """No parent is left waiting: job control and signals reach the process that was started, and with it the towers."""
     # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
-    process = start_program([REPORT, "two", "wait"], preexec_fn=os.setpgrp)
+    process = start_program([REPORT, "two", "wait"], enter=os.setpgrp)
     tower = json.loads(process.stdout.readline())["pid"]
     assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
     for number, wanted in 2 * [(signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"})]:
@@ -92,9 +95,10 @@ def test_the_process_itself_becomes_the_launcher() -> None:
         wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted)  # type: ignore[misc]
     process.send_signal(signal.SIGINT)
     end_of(process, -signal.SIGINT)
-    wait_until(lambda: not os.path.exists(f"/proc/{tower}"))
+    await_ends(tower)
 
 
+@pytest.mark.extended
 def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
     result = run_command(["mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"], code=0)
     report_line, talk = result.stdout.splitlines()
@@ -127,6 +131,7 @@ def debug_log(*words: str) -> list[str]:
     return [re.sub(r" [0-9]+ ms: ", ": ", line) for line in result.stderr.splitlines()]
 
 
+@pytest.mark.extended
 def test_changes_of_a_jobs_state_are_logged() -> None:
     lines = debug_log()
     assert any(line.startswith("towers: worker 0 of 1 starts 2 towers: ") for line in lines)
@@ -144,11 +149,13 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
     assert "towers: tower 1 ended with 1; its report: ValueError: planned failure" in lines
 
 
+@pytest.mark.extended
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     result = run_command([*RUN, REPORT, "exit"], code=7)
     assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -172,6 +179,7 @@ def test_only_a_users_own_script_is_started_again(words: list[str], why: str, tm
         assert way in text
 
 
+@pytest.mark.extended
 def test_this_very_test_is_refused() -> None:
     with pytest.raises(CannotStartError):
         own_command()
@@ -179,6 +187,7 @@ def test_this_very_test_is_refused() -> None:
         mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -215,22 +224,22 @@ def train() -> str:
     return printed.getvalue()
 
 
-def test_the_same_towers_however_started_reach_the_same_loss() -> None:
-    ways = {
-        "python": [TRAIN, "two"],
-        "torchrun": [*TORCHRUN, TRAIN],
-        "mirrored run": ["-m", *RUN, TRAIN],
-        "TF_CONFIG": ["-m", "mirrored", "cluster", TRAIN],
-    }
-    losses = {}
-    for way, words in ways.items():
-        result = run_program(words, timeout=HANG, code=0)
-        losses[way] = final_loss(result.stdout)
-    losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
-    for way, loss in losses.items():
-        assert loss == pytest.approx(losses["python"], rel=1e-6), way
+@functools.cache
+def launched_loss() -> float:
+    """The loss of two towers that ``launch`` starts."""
+    return final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [[TRAIN, "two"], [*TORCHRUN, TRAIN], ["-m", *RUN, TRAIN], ["-m", "mirrored", "cluster", TRAIN]],
+    ids=["python", "torchrun", "mirrored run", "TF_CONFIG"],
+)
+def test_the_same_towers_however_started_reach_the_same_loss(words: list[str]) -> None:
+    assert final_loss(run_program(words, code=0).stdout) == pytest.approx(launched_loss(), rel=1e-6)
+
+
+@pytest.mark.extended
 def test_srun(tmp_path: pathlib.Path) -> None:
     """Two tasks with the variables that srun gives them."""
     processes = []
@@ -246,19 +255,20 @@ def test_srun(tmp_path: pathlib.Path) -> None:
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": "0",
         }
-        processes.append(start_script([REPORT], env=variables))
+        processes.append(start_program([REPORT], env=variables))
     outputs = [process.communicate(timeout=HANG) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
     assert outputs[1][1] == ""
 
 
+@pytest.mark.extended
 @pytest.mark.row(15)
 def test_a_second_process_with_the_same_rank_is_refused() -> None:
     port = str(free_port())
 
-    def start(rank: int) -> Command:
-        return start_script([REPORT, "wait"], env=torchrun_variables(RANK=str(rank), MASTER_PORT=port))
+    def start(rank: int) -> Program:
+        return start_program([REPORT, "wait"], env=torchrun_variables(RANK=str(rank), MASTER_PORT=port))
 
     first, second = start(0), start(1)
     try:
@@ -326,6 +336,7 @@ def test_mirrored_run_has_a_gpu_for_each_tower_or_says_so(
     assert error.endswith("for CPU towers say --devices cpu:0,cpu:1,cpu:2\n")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])
 def test_a_resolver_of_the_scripts_own_becomes_its_towers_once(kind: str, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "train.py"
@@ -337,7 +348,7 @@ strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__
 """
     )
     config = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
-    result = run_script([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
     assert result.stdout == f"2 {kind}\n", result.stderr
 
 
@@ -348,10 +359,11 @@ def ignores(process: int, number: signal.Signals) -> bool:
     return bool(int(mask.split()[1], 16) & 1 << (number - 1))
 
 
+@pytest.mark.extended
 def test_nohup_is_kept(tmp_path: pathlib.Path) -> None:
     """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
     words = [REPORT, "two", f"until={tmp_path / 'end'}"]
-    process = start_program(words, before=["nohup"], stderr=subprocess.DEVNULL, start_new_session=True)
+    process = start_program(words, before=["nohup"], session=True)
     assert json.loads(process.stdout.readline())["towers"] == 2
     # The agent ignores it again some time after its towers have started: torch's handlers came between.
     wait_until(lambda: ignores(process.pid, signal.SIGHUP))
@@ -360,12 +372,14 @@ def test_nohup_is_kept(tmp_path: pathlib.Path) -> None:
     end_of(process, 0)
 
 
+@pytest.mark.extended
 def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
     result = run_command([*RUN, "--log-dir", "/proc/nope", REPORT], code=1)
     assert len(result.stderr.splitlines()) == 1
     assert "/proc/nope" in result.stderr
 
 
+@pytest.mark.extended
 def test_a_module_that_cannot_be_found_again_is_refused() -> None:
     result = run_program(["-m", "programs.report", "two", "moved"], cwd=str(ROOT / "tests"), code=1)
     assert "make the strategy before os.chdir" in result.stderr

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.jobs import launch, run_program
+from tests.support.jobs import launch
+from tests.support.programs import run_program
 
 pytest.importorskip("lightning", reason="scripts/test --extras has it")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 CLOSE = 1e-10
 

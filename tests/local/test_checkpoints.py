@@ -15,11 +15,9 @@ from torch import Tensor, nn
 import mirrored
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import name_of
-from tests.support.commands import run_script
 from tests.support.jobs import all_raise, make_data, make_mlp, parameters_of, towers
+from tests.support.programs import run_program
 from tests.support.steps import averaging_step
-
-pytestmark = pytest.mark.slow
 
 WAYS = [mirrored.LocalSGD(4), mirrored.DiLoCo(4)]
 
@@ -59,6 +57,7 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_run_that_was_saved_anywhere_goes_on_with_the_same_bits(
@@ -85,13 +84,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.extended
 def test_a_killed_tower_costs_nothing(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    killed = run_script([str(script), str(tmp_path / "a"), "6"])
+    killed = run_program([str(script), str(tmp_path / "a"), "6"])
     assert killed.returncode == 128 + signal.SIGKILL
-    resumed = run_script([str(script), str(tmp_path / "a"), "0"], code=0)
-    whole = run_script([str(script), str(tmp_path / "b"), "0"], code=0)
+    resumed = run_program([str(script), str(tmp_path / "a"), "0"], code=0)
+    whole = run_program([str(script), str(tmp_path / "b"), "0"], code=0)
     assert "goes on from" in resumed.stderr
     assert sorted(resumed.stdout.split()) == sorted(whole.stdout.split())
 

@@ -15,8 +15,6 @@ import mirrored
 from tests.support.jobs import GLOO, assert_close, make_data, make_mlp, parameters_of, towers
 from tests.support.steps import averaging_step
 
-pytestmark = pytest.mark.slow
-
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.commands import run_script
 from tests.support.jobs import (
     all_raise,
     launch,
@@ -23,10 +22,9 @@ from tests.support.jobs import (
     towers,
 )
 from tests.support.logs import Records
+from tests.support.programs import run_program
 from tests.support.steps import averaging_step, local_share
 from towers.collectives.communicator import Communicator
-
-pytestmark = pytest.mark.slow
 
 EVERY_3: dict[str, Any] = {"synchronize": mirrored.LocalSGD(every=3)}
 
@@ -260,10 +258,11 @@ for _ in range(5):
 """
 
 
+@pytest.mark.extended
 def test_a_script_may_end_between_two_synchronisations(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(way="LocalSGD(every=2)"))
-    run_script([str(script)], code=0)
+    run_program([str(script)], code=0)
 
 
 @pytest.mark.row(68)

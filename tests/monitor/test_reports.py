@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import mirrored
 from mirrored.monitor.report import PARTS, Report
-from tests.support.commands import run_script
 from tests.support.jobs import WAYS, Settings, all_raise, text_of, towers
+from tests.support.programs import run_program
 from tests.support.waiting import HANG
 from tests.verification.template import Script
 
@@ -181,10 +181,10 @@ SCRIPT = Script(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_line_is_printed_where_there_is_no_terminal(tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.text())
-    lines = run_script([str(tmp_path / "train.py")], code=0).stdout.splitlines()
+    lines = run_program([str(tmp_path / "train.py")], code=0).stdout.splitlines()
     shown = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in shown] == ["2/4", "4/4"]
     assert all(" loss " in line and "examples per second" in line and "slowest: tower" in line for line in shown)

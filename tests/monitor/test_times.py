@@ -146,6 +146,7 @@ def report_of_a_slow_tower(strategy: mirrored.Strategy, path: str) -> Report | N
     return monitor.report
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("way", SETTINGS)
 def test_a_slow_tower_is_named(way: str, count: int, path: str) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from mirrored import cli
 from tests.monitor.test_traces import by_tower, named
-from tests.support.commands import run_command
+from tests.support.programs import run_command
 from tests.verification.template import Script
+
+pytestmark = pytest.mark.extended
 
 SCRIPT = Script(
     before="import sys",
@@ -33,7 +35,6 @@ def script(folder: pathlib.Path, strategy: str) -> str:
     return str(folder / "train.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_path: pathlib.Path) -> None:
     strategy, before, options = STRATEGIES[way]
@@ -50,7 +51,6 @@ def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_pa
         assert steps == ["mirrored::step 3", "mirrored::step 4"]
 
 
-@pytest.mark.slow
 @pytest.mark.row(77)
 def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
     path = script(tmp_path, "MirroredStrategy(devices=['cpu:0', 'cpu:1'])")
@@ -61,7 +61,6 @@ def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-@pytest.mark.slow
 @pytest.mark.row(77)
 @pytest.mark.parametrize("output", ["train.py/trace.json", "."])
 def test_a_file_that_cannot_be_written_is_the_only_error(output: str, tmp_path: pathlib.Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.processes import await_ends
 from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
@@ -260,7 +261,7 @@ def test_what_is_dropped_ends() -> None:
     gc.collect()
     wait_until(lambda: gc.collect() >= 0 and len(threads()) <= before)
     assert coordinator() is strategy() is None
-    wait_until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids))
+    await_ends(*pids)
     assert len(Training(workers=1).train(2)) == 2
 
 

@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import ROOT, end_of, run_program, start_program
+from tests.support.jobs import ROOT
+from tests.support.processes import await_ends
+from tests.support.programs import end_of, run_program, start_program
 from tests.support.waiting import HANG, forever, wait_until
 
 ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.extended
 
 from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
 from tests.parameter_server.processes import descendants  # noqa: E402
@@ -192,7 +196,7 @@ def test_the_script_of_a_lost_server_ends_and_goes_on(tmp_path: pathlib.Path) ->
     assert re.search(
         r"ServerLostError: parameter server [01] .* ended, and with it .*Recommender\.table\.weight", errors
     )
-    wait_until(lambda: not any(pathlib.Path(f"/proc/{number}").exists() for number in below))
+    await_ends(*below)
 
     steps = max(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*"))
     again = run_program([*program, "--epochs", str(steps // 30 + 1)], code=0)

@@ -16,10 +16,13 @@ import torch
 
 import mirrored
 from tests.support.clusters import free_port, free_ports
-from tests.support.jobs import end_of, run_program, start_program
+from tests.support.processes import await_ends
+from tests.support.programs import Program, end_of, run_program, start_program
 from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.extended
 
 from mirrored.cluster.resolver import ClusterError  # noqa: E402
 from mirrored.parameter_server.nodes import _ip_of  # noqa: E402
@@ -84,16 +87,16 @@ class Tasks:
         ports = iter(free_ports(sum(counts.values())))
         self.program = program
         self.cluster = {job: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for job, count in counts.items()}
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Program] = []
 
-    def start(self, job: str, index: int = 0, **variables: str) -> subprocess.Popen[str]:
+    def start(self, job: str, index: int = 0, **variables: str) -> Program:
         config = json.dumps({"cluster": self.cluster, "task": {"type": job, "index": index}})
         env = {"TF_CONFIG": config, "MIRRORED_JOB_TOKEN": "a secret", "RAY_AUTH_TOKEN": "", **variables}
         process = start_program([self.program, "asked"], env=env, stdin=subprocess.PIPE)
         self.processes.append(process)
         return process
 
-    def start_all(self) -> list[subprocess.Popen[str]]:
+    def start_all(self) -> list[Program]:
         return [self.start(job, index) for job, addresses in self.cluster.items() for index in range(len(addresses))]
 
     def kill(self) -> None:
@@ -102,7 +105,7 @@ class Tasks:
             process.communicate()
 
 
-def train(chief: subprocess.Popen[str]) -> set[str]:
+def train(chief: Program) -> set[str]:
     """Let the chief train for an epoch; returns which workers have taken part."""
     assert chief.stdin is not None
     assert chief.stdout is not None
@@ -147,7 +150,7 @@ def test_a_worker_whose_task_is_killed_is_not_waited_for_and_comes_back(tasks: T
     second.kill()
     while train(chief) != {"0"}:
         pass
-    wait_until(lambda: not any(pathlib.Path(f"/proc/{number}").exists() for number in below))
+    await_ends(*below)
     wait_until(lambda: not pathlib.Path(folder).exists())
     again = tasks.start("worker", 1)
     while train(chief) != {"0", "1"}:

@@ -107,7 +107,6 @@ def test_several_threads_schedule_what_was_not_placed_before(shared: Side) -> No
     shared.coordinator.join()
 
 
-@pytest.mark.slow
 def test_a_function_may_compile_a_model(shared: Side) -> None:
     with shared.strategy.scope():
         model = nn.Sequential(nn.Embedding(4, 2, sparse=True), zeros())

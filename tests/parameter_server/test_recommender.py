@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.support.jobs import ROOT, run_program
+from tests.support.jobs import ROOT
+from tests.support.programs import run_program
 
 pytest.importorskip("ray")
 

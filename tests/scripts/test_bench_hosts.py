@@ -10,11 +10,12 @@ import subprocess
 
 import pytest
 
-from tests.support.jobs import ROOT, end_of, run_program, start_program
-from tests.support.sockets import ip
+from tests.support.hosts import ip
+from tests.support.jobs import ROOT
+from tests.support.programs import end_of, run_program, start_program
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 PROGRAM = [str(ROOT / "scripts" / "benchmarks"), "hosts"]
 

@@ -22,6 +22,8 @@ import mirrored
 from tests.support.jobs import ROOT
 from tests.support.waiting import HANG
 
+pytestmark = pytest.mark.extended
+
 _PARTS = ("mirrored", "towers", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -104,7 +106,6 @@ def run(words: list[str], cwd: pathlib.Path | None = None, **variables: str) -> 
     return done.stdout
 
 
-@pytest.mark.slow
 def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(
     clone: pathlib.Path, python: pathlib.Path
 ) -> None:
@@ -129,7 +130,6 @@ for package in (mirrored, towers):
 """
 
 
-@pytest.mark.slow
 def test_a_wheel_has_all_that_the_project_needs(wheel: pathlib.Path, python: pathlib.Path) -> None:
     requirements = metadata_of(wheel).requires
     provide(python, required(requirements))
@@ -170,7 +170,6 @@ BROUGHT |= {"progress": "tqdm", "tensorboard": "tensorboard", "lightning": "ligh
 """By extra: the package that a part of ours imports, or lets torch import."""
 
 
-@pytest.mark.slow
 def test_what_is_imported_is_required_or_brought_by_an_extra(wheel: pathlib.Path) -> None:
     metadata = metadata_of(wheel)
     always = {each.name for each in required(metadata.requires)}

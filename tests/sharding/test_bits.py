@@ -120,6 +120,7 @@ def test_the_bits_of_the_unsharded_step_on_two_hosts() -> None:
     assert_same_training("AdamW", both(train_awkward, ["AdamW"], count=3, hosts="aab"))
 
 
+@pytest.mark.extended
 def test_plain_pytorch_has_the_same_bits() -> None:
     equal_unsharded(with_feature, list(FEATURES), central=True)
 

@@ -19,12 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import mirrored
 from tests.support.features import mlp
 from tests.support.jobs import assert_close, make_data, parameters_of, text_of
+from tests.support.processes import await_ends
 from tests.support.sharded import assert_same_state, equal_unsharded, launch, small_training, tensors
-from tests.support.waiting import wait_until
 from towers.sharding.inner import ShardedState
 from towers.sharding.optimizer import OptimizerSharder
-
-pytestmark = pytest.mark.slow
 
 
 def edit_groups(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
@@ -178,7 +176,7 @@ def train_in_two_halves(
     if chief_alone and not strategy.is_chief:
         return {}, {}, []
     if chief_alone:
-        wait_until(lambda: not any(os.path.exists(f"/proc/{other}") for other in processes[1:]))
+        await_ends(*processes[1:])
     sharded = isinstance(optimizer.state, ShardedState)
     inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if sharded else optimizer
     held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in inner.state.values()]

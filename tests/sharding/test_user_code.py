@@ -137,6 +137,7 @@ USER_CODE = (
 """Between backward and step, after the step, and instead of the usual step."""
 
 
+@pytest.mark.extended
 def test_what_scripts_do_to_gradients_and_parameters() -> None:
     equal_unsharded(user_code, USER_CODE, central=True)
 

@@ -13,7 +13,8 @@ import yaml
 
 import mirrored
 from mirrored import cli
-from tests.support.jobs import ROOT, run_program
+from tests.support.jobs import ROOT
+from tests.support.programs import run_program
 
 FILES = [".github/workflows/test.yml", ".gitignore", "Dockerfile", "README.md", "requirements.txt"]
 FILES += ["test_train.py", "train.py"]
@@ -49,7 +50,7 @@ def test_its_style_is_ruffs(tmp_path: pathlib.Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_project_passes_what_its_ci_runs(tmp_path: pathlib.Path) -> None:
     cli.main(["new", str(tmp_path / "demo")])
     workflow = yaml.safe_load((tmp_path / "demo/.github/workflows/test.yml").read_text())

@@ -186,6 +186,7 @@ def convert(strategy: mirrored.Strategy, when: str) -> None:
         strategy.run(step, args=(number,))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("setting", ["shared memory", "gloo"])
 @pytest.mark.parametrize(
     ("when", "words"),

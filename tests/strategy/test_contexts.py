@@ -21,8 +21,6 @@ from tests.support.datasets import Streamed
 from tests.support.jobs import WAYS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG, wait_until
 
-pytestmark = pytest.mark.slow
-
 
 def look_around() -> tuple[bool, bool, bool, int]:
     context = mirrored.get_replica_context()
@@ -263,6 +261,7 @@ def make_strategies(how_many: int) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [1, 2])
 def test_strategies_that_are_dropped_leave_nothing(count: int) -> None:
     names = [f"cpu:{tower}" for tower in range(count)]

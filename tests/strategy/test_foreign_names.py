@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mirrored
-from tests.support.jobs import run_program
+from tests.support.programs import run_program
 
 
 def a_dataset() -> mirrored.DistributedDataset:

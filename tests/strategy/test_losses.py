@@ -17,8 +17,6 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.jobs import seeded, text_of, towers
 
-pytestmark = pytest.mark.slow
-
 
 def share_of(strategy: mirrored.Strategy, values: list[float], **options: object) -> tuple[float, float]:
     """The reduced loss over ``values`` cut among the towers, and the averaged gradient of a common factor."""

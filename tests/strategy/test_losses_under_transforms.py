@@ -16,8 +16,6 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.jobs import make_data, make_mlp, text_of, towers
 
-pytestmark = pytest.mark.slow
-
 EXAMPLES = 7
 
 Parameters = dict[str, Tensor]
@@ -140,6 +138,7 @@ def both_compiled(strategy: mirrored.Strategy) -> list[tuple[float, Tensor]]:
     return [*compiled(strategy, {}), *compiled(strategy, {"denominator": "weights"})]
 
 
+@pytest.mark.extended
 def test_losses_in_one_graph() -> None:
     alone = both_compiled(mirrored.OneDeviceStrategy())
     found = towers(both_compiled)
@@ -187,6 +186,7 @@ def compiled_with_stand_ins(strategy: mirrored.Strategy) -> list[tuple[float, Te
     return found
 
 
+@pytest.mark.extended
 def test_losses_of_stand_ins_in_one_graph() -> None:
     results = towers(compiled_with_stand_ins, count=3)
     for (losses, gradient), (in_graph, its_gradient) in results:

@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.jobs import WAYS, all_raise, assert_close, make_data, make_mlp, seeded, towers
 
-pytestmark = pytest.mark.slow
-
 Inputs = list[Tensor]
 
 

@@ -16,8 +16,6 @@ import mirrored
 from mirrored import generators
 from tests.support.jobs import make_data, make_mlp, towers
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 

@@ -181,7 +181,7 @@ def call_on_one_tower(strategy: mirrored.Strategy | None = None) -> None:
         forever()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_collective_that_one_tower_makes_alone_is_explained() -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
         mirrored.launch(call_on_one_tower, devices=["cpu:0", "cpu:1"], timeout=HANG)

@@ -15,8 +15,6 @@ import mirrored
 from tests.support.jobs import SETTINGS, assert_close, make_data, parameters_of, seeded, towers
 from towers.collectives import values
 
-pytestmark = pytest.mark.slow
-
 WAYS: dict[str, dict[str, Any]] = {
     **SETTINGS,
     "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64)},
@@ -142,6 +140,7 @@ def count_in_the_loss(strategy: mirrored.Strategy) -> None:
         strategy.run(lambda x, y: strategy.backward(losses, x, y), args=batch)
 
 
+@pytest.mark.extended
 def test_a_collective_in_the_loss_is_an_error_where_a_share_is_empty() -> None:
     where = r"at reduce\('sum', axis=None\), and waits for tower 1; tower 1 is in step 2, averaging gradients"
     with pytest.raises(mirrored.TowerFailedError, match=f"deadlock: tower 0 is in step 2, .*{where}"):

@@ -11,10 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import mirrored
-from tests.support.jobs import run_program, towers
+from tests.support.jobs import towers
+from tests.support.programs import run_program
 from towers.system.profiling import range_
-
-pytestmark = pytest.mark.slow
 
 
 def trace_of(strategy: mirrored.Strategy, path: str) -> list[tuple[str, float, float]]:
@@ -94,6 +93,7 @@ print(len(list(strategy.distribute_dataset(range(4), 2))))
 """
 
 
+@pytest.mark.extended
 def test_the_level_of_the_log_comes_from_the_environment(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -301,6 +301,7 @@ def write_alone(strategy: mirrored.Strategy) -> None:
     strategy.run(step)
 
 
+@pytest.mark.extended
 @pytest.mark.row(51)
 def test_a_write_of_one_tower_alone_ends_all() -> None:
     deadlock, *_ = [error for error in failures(write_alone) if isinstance(error, mirrored.DeadlockError)]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Sequence
 
-from tests.support.commands import Command
-from tests.support.forked_programs import fork_towers
-from tests.support.patience import make_agent_patient
+from tests.support.programs import Program, start_program
 from towers.launching.job import Job
 from towers.launching.play_cluster import reserve_ports
 
@@ -37,7 +34,7 @@ def tf_configs(addresses: Sequence[str]) -> list[str]:
     ]
 
 
-def start_workers(*words: str, count: int = 2) -> list[Command]:
+def start_workers(*words: str, count: int = 2) -> list[Program]:
     """Start the agents that one program becomes as the workers of a TF_CONFIG cluster, each with one tower."""
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(count))
     return [
@@ -46,17 +43,9 @@ def start_workers(*words: str, count: int = 2) -> list[Command]:
     ]
 
 
-def start_agent(job: Job, *words: str, **variables: str) -> Command:
+def start_agent(job: Job, *words: str, **variables: str) -> Program:
     """Start the agent of a worker, whose towers run Python with ``words``."""
-    return Command(_agent, job, words, env=variables)
-
-
-def _agent(job: Job, words: Sequence[str]) -> int:
-    from towers.launching import agent
-
-    make_agent_patient()
-    fork_towers()
-    return agent.run(job, [sys.executable, *words])
+    return start_program(["-m", "tests.support.started", "agent", job.to_json(), *words], env=variables)
 
 
 def torchrun_variables(**changes: str) -> dict[str, str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 
 import mirrored
 from tests.support.patience import patient_launch
+from tests.support.programs import check_code, end_of, run_program, start_program, variables_with  # noqa: F401
 from tests.support.waiting import HANG
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -97,58 +96,6 @@ def all_raise(
         assert re.search(words, str(error)), error
     assert not same or len({(type(error), str(error)) for error in errors}) == 1, errors
     return [str(error) for error in errors]
-
-
-def run_program(
-    words: Sequence[str],
-    *,
-    timeout: float = HANG,
-    env: dict[str, str] | None = None,
-    cwd: str | None = None,
-    stdin: str | None = None,
-    code: int | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would, with this Python first; returns its output and exit code.
-
-    Args:
-        code: the exit code that it must have; default: any.
-    """
-    settings: dict[str, Any] = {"timeout": timeout, "env": variables_with(env), "cwd": cwd, "input": stdin}
-    return check_code(subprocess.run([sys.executable, *words], capture_output=True, text=True, **settings), code)
-
-
-def check_code(result: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
-    """The result, which must have this exit code; None: any."""
-    text = f"{result.args} ended with exit code {result.returncode}: {result.stdout}{result.stderr}"
-    assert code in (None, result.returncode), text
-    return result
-
-
-def start_program(
-    words: Sequence[str], *, before: Sequence[str] = (), env: dict[str, str] | None = None, **settings: Any
-) -> subprocess.Popen[str]:
-    """Start a command as :func:`run_program` does.
-
-    Args:
-        before: words in front of Python, such as ``nohup``.
-        settings: others of Popen.
-    """
-    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
-    return subprocess.Popen([*before, sys.executable, *words], env=variables_with(env), **settings)
-
-
-def end_of(process: Any, code: int) -> tuple[str, str]:
-    """What a process prints, as :class:`subprocess.Popen` or a ``Command`` knows it, which must end with this code."""
-    output, errors = process.communicate(timeout=HANG)
-    assert process.returncode == code, f"exit code {process.returncode}: {output}{errors}"
-    return output, errors
-
-
-def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
-    """The environment of a program that a test starts, with changes."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
-    variables.pop("PYTEST_CURRENT_TEST", None)
-    return variables
 
 
 def trace_no_backward() -> None:

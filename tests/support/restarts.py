@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Sequence
 
 from tests.support.clusters import free_ports, start_agent, tf_configs
-from tests.support.commands import Command
 from tests.support.jobs import ROOT
 from tests.support.patience import PATIENT_AGENTS
+from tests.support.programs import Program
 from towers.launching.job import Job
 
 PROGRAM = str(ROOT / "tests" / "programs" / "restarts.py")
@@ -43,7 +43,7 @@ class Workers:
         self._variables = {"TOWERS": str(towers), PATIENT_AGENTS: "", **variables}
         self.agents = [self.start(index) for index in range(started)]
 
-    def start(self, index: int, *more: str, **variables: str) -> Command:
+    def start(self, index: int, *more: str, **variables: str) -> Program:
         """Start an agent of a worker."""
         job = Job(self._towers, index, len(self.addresses), self.addresses, "TF_CONFIG", restarts=2)
         if self._min_towers is not None:

@@ -8,22 +8,6 @@ import os
 import pathlib
 import re
 import struct
-import subprocess
-
-
-def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
-    """Run iproute2's command."""
-    return subprocess.run(["ip", *words], capture_output=True)
-
-
-def family(process: int) -> list[int]:
-    """A process and all that it has started."""
-    found = [process]
-    for path in pathlib.Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in path.read_text().split():
-                found += family(int(child))
-    return found
 
 
 def listening(process: int) -> list[tuple[str, int]]:

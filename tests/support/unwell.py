@@ -8,9 +8,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from tests.support.commands import run_command
 from tests.support.jobs import ROOT
 from tests.support.meeting import FOLDER
+from tests.support.programs import run_command
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 

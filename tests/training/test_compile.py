@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded, trace_no_backward
 
-pytestmark = pytest.mark.slow
-
 Step = Callable[[Tensor, Tensor], Tensor]
 RUNS, EXAMPLES = 4, 7
 
@@ -118,11 +116,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("setting", CASES)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=pytest.mark.extended if name != "virtual gloo" else ()) for name in CASES],
+)
 def test_whatever_is_compiled_has_the_numbers_of_the_plain_step(setting: str) -> None:
     check(CASES[setting], setting, "eager")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("setting", "cases"),
     [("shared memory", [("model", SMALL, False), ("step", 2800, False)]), ("virtual gloo", [("step", 2800, False)])],

@@ -12,8 +12,6 @@ from tests.support.features import FEATURES, Result, train, with_feature
 from tests.support.jobs import assert_close, make_data, parameters_of, towers
 from tests.support.steps import equal_one_device, local_share
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_equals_the_single_device_run(name: str) -> None:

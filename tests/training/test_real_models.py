@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 import mirrored
 from tests.support.jobs import assert_close, parameters_of, seeded, towers
 
-pytestmark = pytest.mark.slow
-
 WORDS, CLASSES, EXAMPLES, BATCH = 40, 3, 6, 4
 """The last batch has 2 examples, for 3 towers."""
 

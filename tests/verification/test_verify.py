@@ -12,7 +12,7 @@ from torch import nn
 import mirrored
 from mirrored.interceptor import interceptor
 from mirrored.verification import Cause, VerificationReport
-from tests.support.commands import run_command
+from tests.support.programs import run_command
 from tests.verification.scripts import PROGRAMS, SCRIPTS, script_in
 
 
@@ -27,6 +27,7 @@ def plain(report: VerificationReport) -> str:
     return re.sub(r"\s+", " ", str(report))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "words", "place"),
     [
@@ -80,6 +81,7 @@ CUT = "In step {} the batch of {} is cut into shares of {}"
 UNEVEN = CUT.format(5, 3, "2 and 1")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "settings", "cause", "words"),
     [
@@ -128,6 +130,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
     assert "one tower's learning rates: all 3 steps are equal" in plain(report)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "steps", "compared", "words"),
     [
@@ -154,6 +157,7 @@ def test_a_right_script_is_called_so(
     assert not nn.modules.module._global_forward_pre_hooks
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -242,15 +246,10 @@ def test_what_follows_the_script_is_the_scripts() -> None:
     assert others == ["-momentum", "0.9", "--lr", "1", "-x", "model", "--steps", "7"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind",
-    [
-        "checkpoint",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("pickle", "epoch", "log", "data", "memory map", "mean", "data base", "descriptor", "process")
-        ),
-    ],
+    ["checkpoint", "pickle", "epoch", "log", "data", "memory map", "mean", "data base", "descriptor", "process"],
 )
 def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tmp_path: pathlib.Path) -> None:
     report = mirrored.verify(PROGRAMS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
@@ -260,7 +259,8 @@ def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tm
     assert "The same" not in plain(report)
 
 
-@pytest.mark.parametrize("kind", ["writes only", pytest.param("appends only", marks=pytest.mark.slow)])
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["writes only", "appends only"])
 def test_files_that_no_run_reads_are_no_obstacle(kind: str, tmp_path: pathlib.Path) -> None:
     report = mirrored.verify(PROGRAMS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
     assert report.causes == (Cause.SUM_LOSS,), report

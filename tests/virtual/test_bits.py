@@ -19,13 +19,11 @@ from tests.support.jobs import all_raise, assert_close, make_data, make_mlp
 from tests.support.virtual import V, backward_each, digest, one_digest, virtual
 from towers.gradients.tree_sum import Subtree
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "others"),
     [
-        ("cnn", "adamw", [("shared_memory", (8,)), ("gloo", (4, 1, 2))]),
+        pytest.param("cnn", "adamw", [("shared_memory", (8,)), ("gloo", (4, 1, 2))], marks=pytest.mark.extended),
         ("lstm", "sgd", [("shared_memory", (4,))]),
         ("transformer", "adam", [("gloo", (2,))]),
     ],

@@ -20,8 +20,6 @@ from tests.support.jobs import all_raise, assert_close, make_data, make_mlp, tow
 from tests.support.steps import averaging_step
 from tests.support.virtual import V, counting, digest, one_digest, virtual
 
-pytestmark = pytest.mark.slow
-
 
 def usual_step(strategy: mirrored.Strategy, kind: str) -> str:
     """Three steps of ragged batches with one of the usual extras."""
@@ -52,6 +50,7 @@ def usual_step(strategy: mirrored.Strategy, kind: str) -> str:
     return digest([*model.parameters(), *model.buffers(), *losses, *(v for s in state.values() for v in s.values())])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["plain", "scaler", "autocast", "compile"])
 def test_the_usual_extras(kind: str) -> None:
     one_digest(usual_step, kind)

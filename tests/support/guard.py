@@ -1,0 +1,201 @@
+"""Ends a test that hangs together with all processes that it started, and shows their stacks and their output.
+
+A test hangs when its processes are idle for long: together they neither used a core nor waited for one. A test that is
+slow because the machine is busy is not ended, and one that waits for what never happens is ended within a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pathlib
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from types import FrameType
+
+import pytest
+
+from tests.support import programs
+from tests.support.processes import catches, command_of, family, state_of, wanted_seconds
+
+STACKS = "TESTS_STACKS"
+"""Names the file to which the Python programs of tests write their stacks when they receive :data:`SHOW_STACKS`."""
+SHOW_STACKS = signal.SIGRTMAX - 2
+
+SECONDS, EXTENDED_SECONDS = 60.0, 180.0
+"""In which a test that hangs from its start is ended, which may be idle for half of them."""
+
+_BUSY = 0.1  # cores: processes that want fewer are idle
+_SAMPLE_SECONDS = 2.0
+_LONGEST = 10  # times the limit: how long processes may be busy
+_END_SECONDS = 10.0  # in which the test ends when its processes have been killed
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+
+_kept: set[int] = set()
+_kept_families: set[int] = set()
+
+
+def keep(*processes: int) -> None:
+    """Let processes outlive the test that started them."""
+    _kept.update(processes)
+
+
+def keep_family(process: int) -> None:
+    """Let a process, and all that it starts, outlive the test that started it."""
+    _kept_families.add(process)
+
+
+class HangError(BaseException):
+    """The test was ended because it hangs."""
+
+
+class Guard:
+    """A plugin of pytest that watches the tests of this process, one after another."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # processes whose parent has ended become children of this one
+        descriptor, self._stacks = tempfile.mkstemp(prefix="tests-stacks-")
+        os.close(descriptor)
+        os.environ[STACKS] = self._stacks
+        signal.signal(signal.SIGALRM, _interrupt)
+        self._before: set[int] = set()  # processes that the test did not start
+        self._report = ""  # on the test that runs, if it was ended
+        self._limit = 0.0  # of the test that runs; 0: none does
+        self._changed = threading.Condition()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def pytest_unconfigure(self) -> None:
+        pathlib.Path(self._stacks).unlink(missing_ok=True)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._report = ""
+        programs.started.clear()
+        self._before = set(family(os.getpid()))
+        self._set_limit(EXTENDED_SECONDS if any(map(item.get_closest_marker, ("extended", "seconds"))) else SECONDS)
+        try:
+            return (yield)
+        finally:
+            self._set_limit(0.0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        """Wait for the end of all processes that the test has started. If they never end, the test hangs."""
+        result = yield
+        while self._processes():
+            time.sleep(0.05)
+        assert not self._report, "processes of the test did not end"
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[pytest.TestReport]:
+        report: pytest.TestReport = yield
+        if report.failed or self._report:
+            report.sections += [
+                (f"output of {' '.join(program.words)}", program.so_far) for program in programs.started
+            ]
+        if self._report:
+            report.sections.append(("processes of the test that was ended, as it hung", self._report))
+            self._report = ""
+            if not report.failed:
+                report.outcome, report.longrepr = "failed", "the test was ended, as it hung"
+        return report
+
+    def _set_limit(self, seconds: float) -> None:
+        with self._changed:
+            self._limit = seconds
+            self._changed.notify()
+
+    def _test_ends(self, seconds: float) -> bool:
+        """Wait for so many seconds; whether the test has ended by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._limit, seconds)
+
+    def _processes(self) -> list[int]:
+        """The processes of the test that have not ended."""
+        for program in programs.started:
+            program.poll()
+        active_children()
+        kept = _kept | {each for process in _kept_families for each in family(process)}
+        found = []
+        for process in family(os.getpid())[1:]:
+            if (state := state_of(process)) == "Z":
+                _collect(process)
+            elif state and process not in self._before | kept:
+                found.append(process)
+        return found
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._limit)
+                limit = self._limit
+            if not self._test_ends(limit / 2) and self._hangs(limit):
+                self._end_test()
+
+    def _hangs(self, limit: float) -> bool:
+        """Return when the test hangs or has ended; whether it hangs."""
+        idle, start = 0.0, time.monotonic()
+        wanted, now = _wanted(), start
+        while idle < limit / 2 and now < start + _LONGEST * limit:
+            if self._test_ends(_SAMPLE_SECONDS):
+                return False
+            before, then, wanted, now = wanted, now, _wanted(), time.monotonic()
+            cores = sum(wanted[each] - before.get(each, 0.0) for each in wanted) / (now - then)
+            idle = idle + now - then if cores < _BUSY else 0.0
+        return True
+
+    def _end_test(self) -> None:
+        processes = self._processes()
+        self._report = "\n".join([*map(self._describe, processes), _own_stack()])
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if self._test_ends(_END_SECONDS):
+            return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        if not self._test_ends(_END_SECONDS):
+            os.write(2, f"{self._report}\nThe test hangs in this process, which ends.\n".encode())
+            os._exit(1)
+
+    def _describe(self, process: int) -> str:
+        """The state of a process, its command line and its stack."""
+        path, text = pathlib.Path(self._stacks), "(no stack)"
+        if state_of(process) != "T" and catches(process, SHOW_STACKS):
+            size = path.stat().st_size
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, SHOW_STACKS)
+            for _ in range(20):
+                time.sleep(0.1)
+                text = path.read_bytes()[size:].decode(errors="replace") or text
+        return f"process {process} ({state_of(process)}): {command_of(process)}\n{text}"
+
+
+def _collect(process: int) -> None:
+    """Collect a child that has ended. Its own parent has ended earlier, or nothing waits for it."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process, os.WNOHANG)
+
+
+def _wanted() -> dict[int, float]:
+    return {process: wanted_seconds(process) for process in family(os.getpid())}
+
+
+def _own_stack() -> str:
+    """The stacks of this process, without pytest's own part of them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = [line for line in file if not re.search(r'File "(<string>|.*/(_pytest|pluggy|xdist|execnet)/)', line)]
+    return f"the process of the tests\n{''.join(lines)}"
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise HangError("the test was ended, as it hung")
