@@ -308,6 +308,7 @@ def play(name: str, seed: int, arguments: Sequence[str], report: pathlib.Path) -
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            opened.callback(end_processes, process)
             if run.watch is not None:
                 threading.Thread(target=run.watch, args=(process, random.Random(seed)), daemon=True).start()
             code = process.wait()
@@ -315,6 +316,14 @@ def play(name: str, seed: int, arguments: Sequence[str], report: pathlib.Path) -
             shutil.copy(junit, report.with_suffix(".xml"))
         lines = report.with_suffix(".log").read_text(errors="replace").strip().splitlines()
         return failures_in(report.with_suffix(".xml"), code), lines[-1] if lines else ""
+
+
+def end_processes(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run that has not ended, and what it has started."""
+    if process.poll() is None:
+        for each in family(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
 
 
 def failures_in(junit: pathlib.Path, code: int) -> list[Failure]:
@@ -366,6 +375,7 @@ def main(words: Sequence[str]) -> int:
     folder.mkdir(parents=True)
     print(f"seed {parsed.seed}; outputs are in {folder.relative_to(ROOT)}", flush=True)
     results: dict[str, list[list[Failure]]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started ends
     try:
         for name in parsed.conditions or CONDITIONS:
             for number in range(parsed.times):

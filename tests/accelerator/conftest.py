@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tests import simulated_device
 from tests.accelerator.server import Server
 
+_KINDS = ["sim", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
-@pytest.fixture(scope="session", params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+@pytest.fixture(scope="session", params=_KINDS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Runs functions on towers of an accelerator."""
     kind: str = request.param

@@ -25,6 +25,16 @@ from towers.topology import ERROR_FILE, STATUS_RECORD
 
 pytestmark = pytest.mark.extended
 
+HANDLES = """
+import signal, sys
+from tests.support.waiting import forever
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+print(flush=True)
+forever()
+"""
+"""A program that prints a line, and ends with ``code`` when it receives SIGTERM."""
+
 
 def test_a_second_attempt_finds_nothing_of_the_first(tmp_path: pathlib.Path) -> None:
     first, second = Attempt(tmp_path), Attempt(tmp_path, 1)
@@ -58,7 +68,7 @@ def test_towers_that_would_save_are_killed_where_another_attempt_follows(
 ) -> None:
     job = Job(2)
     attempt = RestartableAttempt(job, tmp_path, 0, FailureBroadcast(""), Rendezvous(job, ""))
-    handles = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    handles = HANDLES.format(code=7)
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
         for program in (handles, "import sys; sys.exit(3)")
@@ -77,7 +87,7 @@ def test_towers_that_would_save_are_killed_where_another_attempt_follows(
 
 def test_a_worker_may_come_before_the_towers_can_save(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are told to when they can: until then the signal would be their end."""
-    handles = "import signal, sys; signal.signal(15, lambda *_: sys.exit(75)); print(flush=True); signal.pause()"
+    handles = HANDLES.format(code=75)
     broadcast, job = FailureBroadcast("", joinable=True), Job(1)
     attempt = RestartableAttempt(job, tmp_path, 0, broadcast, Rendezvous(job, ""))
     with subprocess.Popen([sys.executable, "-c", handles], stdout=subprocess.PIPE) as process:
@@ -95,11 +105,12 @@ def test_a_worker_may_come_before_the_towers_can_save(tmp_path: pathlib.Path, mo
 
 SAVES = r"""
     import os, signal, sys
+    from tests.support.waiting import forever
 
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(75))
     os.write(1, b"ready\n")  # at once: print writes the end of the line by itself where nothing is buffered
-    signal.pause()
+    forever()
 """
 
 
@@ -116,12 +127,12 @@ def test_a_cluster_that_is_told_to_end_lets_its_workers_save(number: signal.Sign
 
 STUBBORN = """
     import json, os, signal, sys
+    from tests.support.waiting import forever
 
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
         sys.exit(3)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True:
-        signal.pause()
+    forever()
 """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import os
 import pathlib
@@ -56,6 +57,17 @@ class HangError(BaseException):
     """The test was ended because it hangs."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Test:
+    """A test, or the time between two.
+
+    Attributes:
+        seconds: in which it is ended if it hangs from its start; 0 between tests.
+    """
+
+    seconds: float
+
+
 class Guard:
     """A plugin of pytest that watches the tests of this process, one after another."""
 
@@ -67,7 +79,7 @@ class Guard:
         signal.signal(signal.SIGALRM, _interrupt)
         self._before: set[int] = set()  # processes that the test did not start
         self._report = ""  # on the test that runs, if it was ended
-        self._limit = 0.0  # of the test that runs; 0: none does
+        self._test = _Test(0.0)
         self._changed = threading.Condition()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -79,11 +91,13 @@ class Guard:
         self._report = ""
         programs.started.clear()
         self._before = set(family(os.getpid()))
-        self._set_limit(EXTENDED_SECONDS if any(map(item.get_closest_marker, ("extended", "seconds"))) else SECONDS)
+        self._set_test(
+            _Test(EXTENDED_SECONDS if any(map(item.get_closest_marker, ("extended", "seconds"))) else SECONDS)
+        )
         try:
             return (yield)
         finally:
-            self._set_limit(0.0)
+            self._set_test(_Test(0.0))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Iterator[None]:
@@ -108,15 +122,15 @@ class Guard:
                 report.outcome, report.longrepr = "failed", "the test was ended, as it hung"
         return report
 
-    def _set_limit(self, seconds: float) -> None:
+    def _set_test(self, test: _Test) -> None:
         with self._changed:
-            self._limit = seconds
+            self._test = test
             self._changed.notify()
 
-    def _test_ends(self, seconds: float) -> bool:
+    def _ends(self, test: _Test, seconds: float | None = None) -> bool:
         """Wait for so many seconds; whether the test has ended by then."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._limit, seconds)
+            return self._changed.wait_for(lambda: self._test is not test, seconds)
 
     def _processes(self) -> list[int]:
         """The processes of the test that have not ended."""
@@ -134,34 +148,32 @@ class Guard:
 
     def _watch(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._limit)
-                limit = self._limit
-            if not self._test_ends(limit / 2) and self._hangs(limit):
-                self._end_test()
+            test = self._test
+            if not self._ends(test, test.seconds / 2 or None) and self._hangs(test):
+                self._end_test(test)
 
-    def _hangs(self, limit: float) -> bool:
+    def _hangs(self, test: _Test) -> bool:
         """Return when the test hangs or has ended; whether it hangs."""
         idle, start = 0.0, time.monotonic()
         wanted, now = _wanted(), start
-        while idle < limit / 2 and now < start + _LONGEST * limit:
-            if self._test_ends(_SAMPLE_SECONDS):
+        while idle < test.seconds / 2 and now < start + _LONGEST * test.seconds:
+            if self._ends(test, _SAMPLE_SECONDS):
                 return False
             before, then, wanted, now = wanted, now, _wanted(), time.monotonic()
             cores = sum(wanted[each] - before.get(each, 0.0) for each in wanted) / (now - then)
             idle = idle + now - then if cores < _BUSY else 0.0
         return True
 
-    def _end_test(self) -> None:
+    def _end_test(self, test: _Test) -> None:
         processes = self._processes()
         self._report = "\n".join([*map(self._describe, processes), _own_stack()])
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        if self._test_ends(_END_SECONDS):
+        if self._ends(test, _END_SECONDS):
             return
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        if not self._test_ends(_END_SECONDS):
+        if not self._ends(test, _END_SECONDS):
             os.write(2, f"{self._report}\nThe test hangs in this process, which ends.\n".encode())
             os._exit(1)
 
