@@ -24,6 +24,29 @@ def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
     return None
 
 
+def check_no_other_workers(environ: Mapping[str, str], launcher: ClusterResolver | None, strategy: str) -> None:
+    """Check that ``TF_CONFIG`` describes no workers with which a strategy, which does not read it, would not train.
+
+    Args:
+        launcher: of the towers, if a launcher has started them.
+        strategy: the name of its class.
+
+    Raises:
+        ClusterError: it describes several workers, or is wrong.
+    """
+    if not environ.get("TF_CONFIG", "").strip():
+        return
+    from mirrored.cluster import tf_config
+
+    described, workers = tf_config.TFConfigClusterResolver(environ), launcher.workers if launcher is not None else 1
+    if described.workers > workers:
+        raise ClusterError(
+            f"TF_CONFIG describes {described.workers} workers, but {strategy} does not read it, so every worker would "
+            "train alone: use mirrored.MultiWorkerMirroredStrategy(). If every worker is to train alone, run "
+            "os.environ.pop('TF_CONFIG') before the strategy is created"
+        )
+
+
 def this_machine(environ: Mapping[str, str]) -> LocalClusterResolver:
     """The cluster where nothing describes one.
 

@@ -55,7 +55,7 @@ class MirroredStrategy(Strategy):
 
     Without a launcher, several devices make the constructor start this script again, once per device (this process
     becomes their agent by ``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun
-    or srun it spans their processes. It does not read ``TF_CONFIG``.
+    or srun it spans their processes. It does not read ``TF_CONFIG``; one that describes several workers is an error.
 
     Args:
         devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
@@ -99,7 +99,7 @@ class MirroredStrategy(Strategy):
             started; ``virtual_towers`` does not fit the number of towers; or an option is none of its values.
         DisagreementError: the towers were given different options.
         CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
-        ClusterError: the launcher's variables are wrong.
+        ClusterError: the launcher's variables are wrong, or ``TF_CONFIG`` describes several workers.
         StartupError, HandshakeError: the towers did not all come, or do not belong together.
     """
 
@@ -146,9 +146,7 @@ class MirroredStrategy(Strategy):
     def _resolve(self) -> ClusterResolver:
         """The cluster: the processes of a launcher, or this machine."""
         launcher = cluster.from_launcher(os.environ)
-        is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
-        if is_first and os.environ.get("TF_CONFIG"):
-            log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
+        cluster.check_no_other_workers(os.environ, launcher, type(self).__name__)
         return launcher or cluster.this_machine(os.environ)
 
 

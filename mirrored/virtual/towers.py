@@ -110,12 +110,12 @@ class VirtualTowers:
         self._says = comm.size > 1 and comm.index == 0
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: where :meth:`backward` was never called, tower 0 of several says so once."""
+        """Warns once, on tower 0 of several, if an optimizer steps and :meth:`backward` was never called."""
         if self.step == 0 and self._says:
             self._says = False
-            log.info(
-                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
-                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
+            log.warning(
+                "virtual_towers is set, but loss.backward() computed these gradients, so the bits depend on the number "
+                "of towers. Replace it with loss = strategy.backward(loss_fn, *batch)"
             )
 
     def add(self, parameters: Sequence[Named]) -> None:

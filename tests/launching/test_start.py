@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import mirrored
-from mirrored import cli
-from tests.support.clusters import free_port, torchrun_variables
+from mirrored import ClusterError, cli
+from tests.support.clusters import free_port, tf_configs, torchrun_variables
 from tests.support.jobs import ROOT
 from tests.support.processes import await_ends
 from tests.support.programs import Program, end_of, run_command, run_program, start_program
@@ -284,12 +284,24 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
             process.communicate(timeout=HANG)
 
 
-def test_mirrored_strategy_does_not_read_tf_config() -> None:
-    config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
-    program = "import mirrored; print(mirrored.MirroredStrategy().num_replicas_in_sync)"
-    result = run_program(["-c", program], env={"TF_CONFIG": json.dumps(config)})
-    assert result.stdout == "1\n"
-    assert "TF_CONFIG is set, but MirroredStrategy does not read it" in result.stderr
+@pytest.mark.parametrize("kind", ["MirroredStrategy", "CentralStorageStrategy"])
+def test_a_cluster_of_several_workers_is_refused_by_strategies_that_do_not_read_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every worker would train alone, as chief."""
+    monkeypatch.setenv("TF_CONFIG", tf_configs(["a:1", "b:2"])[1])
+    text = f"TF_CONFIG describes 2 workers, but {kind} does not read it, .*: use mirrored.MultiWorkerMirroredStrategy"
+    with pytest.raises(ClusterError, match=text):
+        getattr(mirrored, kind)()
+    for name, value in torchrun_variables(LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)  # two towers of one worker, as mirrored run would start them in each task
+    with pytest.raises(ClusterError, match=text):
+        getattr(mirrored, kind)()
+
+
+def test_a_cluster_of_one_worker_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_configs(["a:1"])[0])
+    assert mirrored.MirroredStrategy().num_replicas_in_sync == 1
 
 
 @pytest.mark.parametrize(
