@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pathlib
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -62,7 +63,7 @@ class Run:
     Attributes:
         seed: of everything in it that is random.
         folder: its own.
-        before: words in front of its command.
+        command: what it runs in place of pytest's command line.
         variables: changes of its environment.
         enter: is called in its process.
         workers: how many processes run tests.
@@ -72,7 +73,7 @@ class Run:
 
     seed: int
     folder: pathlib.Path
-    before: list[str] = dataclasses.field(default_factory=list)
+    command: Callable[[list[str]], list[str]] = list
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     enter: Callable[[], object] = int
     workers: int = 3
@@ -153,7 +154,7 @@ def slow_disk(run: Run) -> None:
 
 def nohup(run: Run) -> None:
     """SIGHUP is ignored."""
-    run.before = ["nohup"]
+    run.command = lambda words: ["nohup", *words]
 
 
 def ignored_signals(run: Run) -> None:
@@ -174,14 +175,14 @@ def blocked_signals(run: Run) -> None:
 
 def closed_input(run: Run) -> None:
     """Standard input is closed."""
-    run.before = ["sh", "-c", 'exec "$@" <&-', "sh"]
+    run.command = lambda words: ["sh", "-c", 'exec "$@" <&-', "sh", *words]
 
 
 def terminal(run: Run) -> None:
     """Standard input and output are a terminal; in all other conditions there is none."""
     if shutil.which("script") is None:
         raise UnavailableError("script (util-linux) is missing")
-    run.before = ["sh", "-c", 'exec script --quiet --return --command "$*" /dev/null', "sh"]
+    run.command = lambda words: ["script", "--quiet", "--return", "--command", shlex.join(words), "/dev/null"]
 
 
 def umask(run: Run) -> None:
@@ -209,9 +210,10 @@ def user(run: Run) -> None:
     """A user without rights."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         raise UnavailableError("needs root and setpriv")
-    run.before = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    if subprocess.run([*run.before, sys.executable, "-c", ""], capture_output=True).returncode:
+    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    if subprocess.run([*as_nobody, sys.executable, "-c", ""], capture_output=True).returncode:
         raise UnavailableError(f"user {NOBODY} cannot run {sys.executable}")
+    run.command = lambda words: [*as_nobody, *words]
     run.directory = run.folder / "mirrored"
     copy_project(run.directory)
     run.folder.chmod(0o755)
@@ -226,9 +228,10 @@ def user(run: Run) -> None:
 def no_ipv6(run: Run) -> None:
     """The machine has no IPv6, and no network except loopback."""
     without = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
-    run.before = ["unshare", "--net", "sh", "-c", f'echo 1 >{without}; ip link set lo up; exec "$@"', "sh"]
-    if subprocess.run([*run.before, "true"], capture_output=True).returncode:
+    isolated = ["unshare", "--net", "sh", "-c", f'echo 1 >{without} && ip link set lo up && exec "$@"', "sh"]
+    if subprocess.run([*isolated, "true"], capture_output=True).returncode:
         raise UnavailableError("needs iproute2 and permission to make network namespaces")
+    run.command = lambda words: [*isolated, *words]
 
 
 def quiet(run: Run) -> None:
@@ -295,11 +298,11 @@ def play(name: str, seed: int, arguments: Sequence[str], report: pathlib.Path) -
         if name == "user":
             junit.touch()
             os.chown(junit, NOBODY, NOBODY)
-        command = [*run.before, sys.executable, "-m", "pytest", "-n", str(run.workers), f"--junitxml={junit}"]
+        command = [sys.executable, "-m", "pytest", "-n", str(run.workers), f"--junitxml={junit}"]
         command += ["--dist", "worksteal", "-p", "no:cacheprovider", *arguments]
         with report.with_suffix(".log").open("wb") as log:
             process = subprocess.Popen(
-                command,
+                run.command(command),
                 cwd=run.directory,
                 env={**os.environ, **run.variables},
                 preexec_fn=run.enter,
