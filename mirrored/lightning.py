@@ -8,7 +8,7 @@
     trainer = L.Trainer(strategy=MirroredLightningStrategy(), max_epochs=5)
     trainer.fit(Model(), DataLoader(examples, batch_size=64, shuffle=True))  # the global batch size
 
-``docs/lightning.md`` says what is the same as on one device and what is not.
+``docs/how-to/lightning.md`` says what is the same as on one device and what is not.
 
 [Note: a step of Lightning is two runs] Lightning calls the module's step, then backward, then the optimizer, and hooks
 of callbacks between them. The step and backward are a ``run`` each; hooks and the optimizer draw the random numbers

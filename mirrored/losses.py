@@ -1,4 +1,4 @@
-"""Losses that are shares of the global mean (rule R3, docs/rules.md).
+"""Losses that are shares of the global mean (rule R3, docs/concepts/towers.md).
 
 Each tower sees only its share of the global batch, and gradients are averaged over towers. For the result to
 be the gradient of the mean over the *global* batch, whatever the shares' sizes, a tower's loss must be

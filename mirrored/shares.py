@@ -1,4 +1,4 @@
-"""Shares: global batches are cut into them (rule R4, docs/rules.md), and a table knows the share of each tensor.
+"""Shares: global batches are cut into them (rule R4, docs/concepts/towers.md). A table has the share of each tensor.
 
 [Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
 a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset

@@ -1,13 +1,15 @@
-"""What mkdocs does beside what mkdocs.yml says: README, CHANGELOG and SECURITY become pages of the site.
+"""Hooks of mkdocs: they add the README and the other documents of the root to the site.
 
-On GitHub every link works as it is written. In the site, whose pages are those of docs/ only, the links to these three
-lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference. Long names in tables
-may be broken between their words, and output in columns is never broken. The search works without a network.
+On GitHub every link works as it is written. In the site, links to the documents of the root lead to their pages, and
+links to other files outside docs/ become plain text. Roles in docstrings (``:class:`Strategy```) become links into the
+reference. Long names in tables may wrap between their words, and output in columns never wraps. The search works
+without a network.
 """
 
 from __future__ import annotations
 
 import pathlib
+import posixpath
 import re
 from typing import Any
 
@@ -15,27 +17,39 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "SECURITY.md": "security.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "project/changes.md",
+    "SECURITY.md": "project/security.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
 
 _METHODS = "backward|check_mirrored|distribute_dataset|distribute_datasets_from_function|mirror|run|scope|state_dict"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that lie beside docs/."""
+    """Adds the documents of the root."""
     for source, page in PAGES.items():
-        text = (ROOT / source).read_text()
-        text = re.sub(r"\]\(docs/", "](", text)
-        for other, its_page in PAGES.items():
-            text = text.replace(f"]({other}", f"]({its_page}")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links out of docs/ to the pages of these files; leave out what only the tests read."""
-    depth = page.file.src_uri.count("/")
-    for source, target in PAGES.items():
-        markdown = markdown.replace(f"]({'../' * (depth + 1)}{source}", f"]({'../' * depth}{target}")
+    """Makes links lead to pages of the site, and removes the comments that only the tests read."""
+    place = page.file.src_uri
+    source = next((source for source, target in PAGES.items() if target == place), f"docs/{place}")
+
+    def lead(link: re.Match[str]) -> str:
+        text, path, anchor = link.groups()
+        if re.match(r"\w+:", path) or not path:
+            return link[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        target = PAGES.get(file, file.removeprefix("docs/"))
+        if target == file:
+            return text
+        return f"[{text}]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{anchor or ''})"
+
+    markdown = re.sub(r"\[((?:[^][]|!\[[^]]*\]\([^)]*\))*)\]\(([^)\s#]*)(#[^)\s]*)?\)", lead, markdown)
     return re.sub(r"^<!-- .* -->\n", "", markdown, flags=re.MULTILINE)
 
 

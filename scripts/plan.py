@@ -1,6 +1,6 @@
 """Step time on paper: scripts/plan --hardware nvlink-400g --model resnet50 --hosts 8,128,2048
 
-docs/scaling.md says what the model assumes.
+docs/project/scaling.md says what the model assumes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model of a training step on many hosts: latency, bandwidth and overlap. Seconds and bytes everywhere.
 
-docs/scaling.md has its formulas, their sources, and where each figure comes from; scripts/plan prints its tables.
+docs/project/scaling.md has its formulas and the source of each figure. scripts/plan prints its tables.
 """
 
 from __future__ import annotations

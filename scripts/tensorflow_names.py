@@ -1,4 +1,4 @@
-"""Which public names of tf.distribute have no line in docs/tensorflow-names.md, and which lines name nothing.
+"""Which public names of tf.distribute have no line in docs/reference/tensorflow-names.md, and which lines name nothing.
 
 Public names are modules, functions and classes, and a class's methods, properties, fields and constants. What a class
 inherits from a public class is named once, as that class's, and what a class with several names has, under one of them.
@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "tensorflow-names.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs/reference/tensorflow-names.md"
 
 
 def rows(page: str) -> list[tuple[list[str], str, str]]:

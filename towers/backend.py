@@ -8,7 +8,7 @@ Importing this module registers it; torch 2.14 and later find it without that::
     dist.init_process_group("towers_shm")  # tensors on the CPU
     dist.init_process_group("cpu:towers_shm,cuda:nccl")  # those on GPUs through NCCL
 
-All ranks of a group must be processes of one host. See ``docs/backend.md``.
+All ranks of a group must be processes of one host. See ``docs/advanced/c10d-backend.md``.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ it; all towers put these together by the formula of Chan, Golub and LeVeque (197
 so get the same bits. The variance is never a difference of two large sums.
 
 The gradient with respect to a tower's input belongs to the sum of all towers' losses, since each tower's output depends
-on every tower's input. A tower's loss stands for as many times its share as there are towers (rule R3, docs/rules.md),
-so that gradient is as many times the one of the global loss, as of every other layer, and so are those of the layers
-before. The gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them right.
+on every tower's input. On N towers a tower's loss is N times its part of the global loss (rule R3,
+docs/concepts/towers.md). The gradient is therefore N times that of the global loss, as in every
+other layer. The gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them
+right.
 """
 
 from __future__ import annotations

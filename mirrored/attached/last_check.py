@@ -1,4 +1,4 @@
-"""The last mirror check, when the towers end (rule R1, docs/rules.md).
+"""The last mirror check, when the towers end (rule R1, docs/concepts/towers.md).
 
 [Note: no tower waits at the end] A collective at exit would hang whenever one tower ends by another way. So a tower
 leaves fingerprints of its parameters in the towers' store when its interpreter ends, and the tower that ends last

@@ -1,4 +1,4 @@
-"""The mirror check, now and then while towers train: are they still mirror images (rule R1, docs/rules.md)?
+"""The mirror check, now and then while towers train: are they still mirror images (rule R1, docs/concepts/towers.md)?
 
 [Note: runs are counted] Runs are counted, not optimizer steps, so that all towers come to a check together, also when
 one of them has stepped alone. Fingerprints see bits: words are summed by columns and rows (a prime number of columns),
@@ -8,7 +8,7 @@ since garbage is collected at different times. Settings of optimizers are compar
 alone has lowered is found as such. Parameters that no optimizer steps count as others do: a frozen layer that was
 replaced outside the scope computes another function on every tower.
 
-What it costs is in ``docs/benchmarks.md`` (``scripts/bench mirror``).
+What it costs is in ``docs/project/benchmarks.md`` (``scripts/bench mirror``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
     model.fit(x, y, batch_size=64, epochs=5)  # the global batch size
 
 Importing it changes Keras' trainer, for models that were made in a strategy's scope (or given to ``strategy.mirror``);
-all others train as before. ``docs/keras.md`` says what is the same as in ``tf.distribute`` and what is not.
+all others train as before. ``docs/how-to/keras.md`` says what is the same as in ``tf.distribute`` and what is not.
 
 [Note: examples are weighted] Keras' code computes means of a batch's losses, of a metric's values and of moving
 statistics. A tower computes them over its share, unchanged. What makes them those of the global batch is one weight,

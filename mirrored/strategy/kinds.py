@@ -79,8 +79,7 @@ class MirroredStrategy(Strategy):
             the gradients and go on. It costs reading all gradients and one small collective a backward; GPUs are waited
             for.
         synchronize: :class:`mirrored.LocalSGD` or :class:`mirrored.DiLoCo`: towers step by themselves and average their
-            parameters every so many steps, for slow networks (``docs/local.md``). None: gradients are averaged in every
-            step.
+            parameters every so many steps, for slow networks. None: gradients are averaged in every step.
         restarts: how often all towers are started again when some have failed or were killed, perhaps with their
             worker: by this process, which becomes their agent, also where there is one tower. The script has to restore
             its newest checkpoint. A failure that comes back at the same step is the last.

@@ -206,7 +206,7 @@ def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
                 f"{what}. The script compares examples of a batch with each other{at_line(line)}: {one.pairs[line]} on "
                 f"one tower, {examples} of a share. Such a loss is no mean over examples",
                 "compare each with the examples of all towers: the replica context's all_gather brings them together, "
-                "and is differentiable (docs/recipes.md#contrastive-losses)",
+                "and is differentiable (docs/how-to/recipes.md#contrastive-losses)",
                 "the shape of what that line makes; no factor makes the losses equal",
             )
     return None

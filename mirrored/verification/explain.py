@@ -252,7 +252,7 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
         f"{what}, and {local.by}{at_line(local.line)} draws random numbers inside run: {len(comparison.many)} "
         "towers draw others than one, as they should, so this script cannot be compared",
         "draw them in the dataset, where they are seeded per example, or leave them out for the comparison; what mixes "
-        "the examples of a batch is the same on any number of virtual towers (docs/recipes.md#mixup)",
+        "the examples of a batch is the same on any number of virtual towers (docs/how-to/recipes.md#mixup)",
     )
 
 

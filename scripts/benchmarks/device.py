@@ -1,7 +1,8 @@
 """One accelerator (or CPU): what a step costs beside a bare loop, ordinary, compiled, in bf16, as a CUDA graph.
 
-Prints one Markdown table for docs/benchmarks.md, the hardware named. "One tower ÷ bare loop" compares steps of the same
-kind that take turns. "Two towers that share it ÷ one" is the price of trying a script for several towers on one device.
+Prints one Markdown table for docs/project/benchmarks.md, with the name of the hardware. "One tower ÷ bare loop"
+compares alternating steps of the same kind. "Two towers that share it ÷ one" is the price of trying a script for
+several towers on one device.
 Host synchronisations are counted by the profiler in ten steps of one tower, less those of ten steps of the bare loop.
 """
 

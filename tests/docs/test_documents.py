@@ -36,11 +36,11 @@ from tests.support.jobs import ROOT, assert_close
 from tests.support.programs import run_program
 
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")],
     key=lambda path: path.relative_to(ROOT),
 )
 WITHIN = pathlib.Path(__file__).parent / "within"
-FIRST_READ = ("README.md", "start.md", "training.md", "data.md")
+FIRST_READ = ("README.md", "first-script.md", "training-step.md", "data.md")
 PLACE = "# The document's lines come here.\n"
 IMPORTS = "import torch, torch.nn.functional as F, mirrored\nfrom torch import nn\n"
 """What every program of tests/docs/within/ begins with."""
@@ -148,9 +148,9 @@ def run_on(count: int, program: Program, folder: pathlib.Path) -> list[tuple[lis
 
 
 def test_the_ddp_script_trains_as_the_one_that_replaces_it(tmp_path: pathlib.Path) -> None:
-    """As docs/from-ddp.md says: on two devices, where both take the examples in one order."""
+    """As docs/migrate/ddp.md says: on two devices, where both take the examples in one order."""
     trained = []
-    for program in programs_of(ROOT / "docs/from-ddp.md")[:2]:
+    for program in programs_of(ROOT / "docs/migrate/ddp.md")[:2]:
         assert program.text.count("shuffle=True") == 1
         ordered = dataclasses.replace(program, text=program.text.replace("shuffle=True", "shuffle=False"))
         (tmp_path / str(len(trained))).mkdir()
@@ -164,7 +164,7 @@ def test_the_ddp_script_trains_as_the_one_that_replaces_it(tmp_path: pathlib.Pat
 
 
 def repaired(script: str) -> str:
-    """The script of docs/verify.md without its mistake."""
+    """The script of docs/how-to/verify.md without its mistake."""
     right = 'loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))'
     return script.replace("loss = F.cross_entropy(model(x), y)", right)
 
@@ -172,8 +172,8 @@ def repaired(script: str) -> str:
 def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the last digits of the table."""
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/verify.md").read_text()
-    [script] = [p.text for p in programs_of(ROOT / "docs/verify.md") if p.words.get("name") == "train.py"]
+    page = (ROOT / "docs/how-to/verify.md").read_text()
+    [script] = [p.text for p in programs_of(ROOT / "docs/how-to/verify.md") if p.words.get("name") == "train.py"]
     [shown] = re.findall(r"^\$ mirrored verify train.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(script)
     report = mirrored.verify("train.py")
@@ -186,7 +186,7 @@ def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: py
 
 def test_the_plan_prints_what_its_page_shows() -> None:
     """Some tables of each command: those that the page shows, as they are printed."""
-    page = (ROOT / "docs/scaling.md").read_text()
+    page = (ROOT / "docs/project/scaling.md").read_text()
     commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
     assert len(commands) == 5
     for arguments, shown in commands:
@@ -230,7 +230,7 @@ def test_every_path_is_there(document: pathlib.Path) -> None:
 
 def test_the_map_names_what_is_there() -> None:
     """Functions beside files in the diagrams, and every package in the map."""
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/project/architecture.md").read_text()
     named = re.findall(r"([A-Za-z_][\w.]*)(?:\([^()]*\))? {2,}((?:mirrored|towers)/\S+\.py)\b", text)
     assert len(named) > 25
     for name, path in named:
@@ -292,7 +292,7 @@ def note(parser: argparse.ArgumentParser, known: dict[str, set[str]]) -> None:
 
 def test_every_row_of_bad_inputs_has_a_test() -> None:
     """Which is marked with its number: ``@pytest.mark.row(42)``."""
-    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "tests/bad_inputs.md").read_text(), re.MULTILINE)
     assert sorted(map(int, rows)) == list(range(1, 82))
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     marks = re.findall(r"^@pytest\.mark\.row\((.*)\)", tests, re.MULTILINE)
@@ -336,15 +336,15 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "start.html", "reference/strategies.html", "changes.html", "security.html"} <= pages
+    assert {"index.html", "get-started/first-script.html", "project/changes.html"} <= pages
     reference = {page.stem: page.read_text() for page in (tmp_path / "site/reference").glob("*.html")}
     for method in [name for name in dir(mirrored.Strategy) if not name.startswith(("_", "experimental_"))]:
         assert f'id="mirrored.Strategy.{method}"' in reference["strategies"], method
     assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     assert 'src="../file_worker.js"' in reference["strategies"]
-    assert "<code>torch.<wbr>set_<wbr>num_<wbr>threads</code>" in (tmp_path / "site/how-to.html").read_text()
-    assert '<div class="language-text highlight columns">' in (tmp_path / "site/scaling.html").read_text()
+    assert "<code>torch.<wbr>set_<wbr>num_<wbr>threads</code>" in (tmp_path / "site/how-to/devices.html").read_text()
+    assert '<div class="language-text highlight columns">' in (tmp_path / "site/project/scaling.html").read_text()
     needed = {address for page in (tmp_path / "site").rglob("*.html") for address in Needs(page.read_text()).addresses}
     assert {address for address in needed if re.match(r"(?:\w+:)?//", address)} == set(), "of the network"
     assert any(re.search(r"assets/javascripts/bundle\.\w+\.min\.js$", address) for address in needed), needed

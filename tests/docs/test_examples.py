@@ -314,7 +314,9 @@ def first_program(text: str) -> str:
 
 
 PROGRAM = first_program(README)
-EXACT, SAVED = (first_program((ROOT / "docs" / page).read_text()) for page in ("exactness.md", "checkpoints.md"))
+EXACT, SAVED = (
+    first_program((ROOT / "docs" / page).read_text()) for page in ("concepts/same-numbers.md", "how-to/checkpoints.md")
+)
 
 
 def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:

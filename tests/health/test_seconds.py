@@ -1,4 +1,4 @@
-"""How soon all is over: what ``docs/failures.md`` promises in seconds. What is said then is tested beside this."""
+"""The seconds that docs/concepts/failures.md promises. Other tests of this folder check the messages."""
 
 from __future__ import annotations
 

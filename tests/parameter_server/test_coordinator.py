@@ -1,4 +1,4 @@
-"""What the coordinator promises, by the scenarios of TensorFlow's tests (docs/parameter-servers-tensorflow.md)."""
+"""What the coordinator promises, by the scenarios of TensorFlow's tests (tests/parameter_server/tensorflow.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def test_the_tests_that_are_named_are_there() -> None:
-    page = (ROOT / "docs" / "parameter-servers-tensorflow.md").read_text()
+    page = (ROOT / "tests/parameter_server/tensorflow.md").read_text()
     rows = re.findall(r"^\| `[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
     tests = {

@@ -31,7 +31,7 @@ def plain(report: VerificationReport) -> str:
 @pytest.mark.parametrize(
     ("script", "words", "place"),
     [
-        # Uneven shares with a plain mean, row 35 of docs/bad_inputs.md.
+        # Uneven shares with a plain mean, row 35 of tests/bad_inputs.md.
         ("local mean", "In step 5 the batch of 3 is cut into shares of 2 and 1", "loss.backward()"),
         ("sum", "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
         ("sum and penalty", "by the number of towers: all 5 steps are equal", "loss.backward()"),
@@ -94,7 +94,7 @@ UNEVEN = CUT.format(5, 3, "2 and 1")
             "right_but gumbel",
             {},
             Cause.RANDOM_IN_RUN,
-            "the same on any number of virtual towers (docs/recipes.md#mixup)",
+            "the same on any number of virtual towers (docs/how-to/recipes.md#mixup)",
         ),
         ("right_but integers", {}, Cause.REPORTED_VALUE, "gives 1000002 on 2 towers, but 1000000 on one"),
         ("right_but more entries", {}, Cause.REPORTED_VALUE, "gives 3 values on 2 towers, but 2 on one"),

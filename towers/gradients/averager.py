@@ -1,4 +1,4 @@
-"""Averaging gradients over the towers in every backward (rule R2, docs/rules.md).
+"""Averaging gradients over the towers in every backward (rule R2, docs/concepts/towers.md).
 
 When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of what each tower
 contributed. One backward goes like this:

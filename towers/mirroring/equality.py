@@ -1,4 +1,4 @@
-"""Finding what is not the same on all towers, and which towers differ (rule R1, docs/rules.md)."""
+"""Finding what is not the same on all towers, and which towers differ (rule R1, docs/concepts/towers.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints: 64 bits that tell whether a tensor is the same on all towers (rule R1, docs/rules.md).
+"""Fingerprints: 64 bits that tell whether a tensor is the same on all towers (rule R1, docs/concepts/towers.md).
 
 The bits count, not the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A large tensor is
 first folded, as a matrix of words, into the sums of its columns and of its rows. One changed word changes one column,

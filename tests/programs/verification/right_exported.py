@@ -78,7 +78,7 @@ AGAIN = {
 }
 """The model once more, for an input ``x``."""
 if torch.__version__ < (2, 10):
-    del AGAIN["strict export"]  # docs/verify.md says so
+    del AGAIN["strict export"]  # docs/how-to/verify.md says so
 
 
 for _ in range(2):
