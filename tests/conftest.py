@@ -18,10 +18,9 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support.guard import Guard, keep
+from tests.support.guard import Guard
 from tests.support.jobs import ROOT
 from tests.support.patience import PATIENT_AGENTS
-from tests.support.processes import family
 from tests.support.waiting import HANG
 
 hypothesis.settings.register_profile("the same examples in every run", deadline=None, derandomize=True)
@@ -96,7 +95,6 @@ def loaded_towers() -> None:
         first.start()
         first.join(HANG)  # no test's seconds are spent on the loading
         assert first.exitcode == 0, "the server that towers are forked from has not loaded what the tests import"
-    keep(*family(os.getpid()))
 
 
 _LONGEST = [

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.guard import keep_family
+from tests.support.processes import command_of, family
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """What a test of the module starts ends with the module."""
+    """Ends Ray, which the first test of the module starts that needs it, after the last one."""
     yield
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    """Lets Ray's processes outlive the test."""
+    yield
+    for process in family(os.getpid()):
+        if "/ray/" in command_of(process):
+            keep_family(process)

@@ -25,6 +25,7 @@ def pytest_configure(config):
 
 TESTS = """
 import os, pathlib, subprocess, sys, threading, time
+import pytest
 from tests.support.programs import run_program, start_program
 
 HERE = pathlib.Path(__file__).parent
@@ -37,6 +38,12 @@ def test_a_process_that_outlives_its_parent():
     child = "import os; open('orphan', 'w').write(str(os.getpid())); import time; time.sleep(10_000)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
     subprocess.run([sys.executable, "-c", parent], cwd=HERE)
+
+@pytest.fixture(scope="module", autouse=True)
+def of_all_tests():
+    process = subprocess.Popen(["sleep", "10000"])
+    yield
+    process.kill()
 
 def test_a_lock_in_this_process():
     threading.Event().wait()

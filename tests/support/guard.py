@@ -40,17 +40,11 @@ _END_SECONDS = 10.0  # in which the test ends when its processes have been kille
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 _kept: set[int] = set()
-_kept_families: set[int] = set()
-
-
-def keep(*processes: int) -> None:
-    """Let processes outlive the test that started them."""
-    _kept.update(processes)
 
 
 def keep_family(process: int) -> None:
-    """Let a process, and all that it starts, outlive the test that started it."""
-    _kept_families.add(process)
+    """Lets a process, and all processes that it starts, outlive the test that started it."""
+    _kept.add(process)
 
 
 class HangError(BaseException):
@@ -78,6 +72,7 @@ class Guard:
         os.environ[STACKS] = self._stacks
         signal.signal(signal.SIGALRM, _interrupt)
         self._before: set[int] = set()  # processes that the test did not start
+        self._of_fixtures: dict[pytest.FixtureDef[object], set[int]] = {}  # processes of fixtures of several tests
         self._report = ""  # on the test that runs, if it was ended
         self._test = _Test(0.0)
         self._changed = threading.Condition()
@@ -100,11 +95,31 @@ class Guard:
             self._set_test(_Test(0.0))
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
+        """Keeps the processes that a fixture of several tests starts, and their families, until its end."""
+        before = set(family(os.getpid()))
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope != "function":
+                self._of_fixtures[fixturedef] = set(family(os.getpid())) - before
+                _kept.update(self._of_fixtures[fixturedef])
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        if fixturedef.scope == "session":  # multiprocessing's servers end with this process
+            return
+        processes = self._of_fixtures.pop(fixturedef, set())
+        _kept.difference_update(processes)
+        self._before -= processes
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Iterator[None]:
         """Wait for the end of all processes that the test has started. If they never end, the test hangs."""
         result = yield
+        seconds = 0.01
         while self._processes():
-            time.sleep(0.05)
+            time.sleep(seconds)
+            seconds = min(2 * seconds, 1.0)  # it may not count as busy while it waits
         assert not self._report, "processes of the test did not end"
         return result
 
@@ -137,7 +152,7 @@ class Guard:
         for program in programs.started:
             program.poll()
         active_children()
-        kept = _kept | {each for process in _kept_families for each in family(process)}
+        kept = {each for process in _kept for each in family(process)}
         found = []
         for process in family(os.getpid())[1:]:
             if (state := state_of(process)) == "Z":
