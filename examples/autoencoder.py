@@ -7,7 +7,7 @@ has the same noise on any number of towers. Noise that the training step draws w
     python examples/autoencoder.py --devices cpu:0,cpu:1     two CPU towers
 
 It writes learning curves and reconstructions of held-out patches to --output. It can be ended at any time, and the same
-command goes on from its newest checkpoint there.
+command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

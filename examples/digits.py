@@ -8,7 +8,7 @@ The same file runs unchanged as
     TF_CONFIG='{"cluster": …, "task": …}' python examples/digits.py    once on every worker
 
 and writes the model, its learning curves and a sheet of test digits with predictions to --output. With --checkpoints it
-can be ended at any time, and the same command goes on from there.
+can be ended at any time, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=64, help="of all towers together")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest of the one-cycle schedule")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--restarts", type=int, default=0, help="how often all start again after a failure")
+    parser.add_argument("--restarts", type=int, default=0, help="how often all towers restart after a failure")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="save here every hundred steps, and go on from here")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/digits"))
     return parser.parse_args()

@@ -8,7 +8,7 @@ gets the same few pictures and begins from nothing. At the end, what was frozen 
     python examples/fine_tuning.py --devices cpu:0,cpu:1     two CPU towers
 
 It writes both learning curves, the few pictures, and predictions to --output. It can be ended at any time, and the same
-command goes on from its newest checkpoint there.
+command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ is shown by a monitor.
     python examples/gpt.py --devices cpu:0,cpu:1     two CPU towers
 
 It writes learning curves, and a function that the model has made up, to --output. It can be ended at any time, and the
-same command goes on from its newest checkpoint there.
+same command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

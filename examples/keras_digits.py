@@ -8,7 +8,7 @@ The same file runs unchanged as
     TF_CONFIG='{"cluster": …, "task": …}' python examples/keras_digits.py    once on every worker
 
 and writes the model and a log of the epochs to --output. With --checkpoints it can be ended at any time, and the same
-command goes on from there.
+command resumes from there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train an LSTM to write Python, piece by piece, on Python's own standard library, by truncated backpropagation.
 
 The files are one long text of words and signs, where all rare words are the same piece. It is cut into columns that are
-read side by side, 32 pieces in each step. The hidden state goes on from step to step, but gradients end where a step
+read side by side, 32 pieces in each step. The hidden state is carried from step to step, but gradients end where a step
 begins. Ready-made batches are cut in their order, so each tower keeps its columns, and their state. Gradients are
 clipped, and the learning rate goes down by a staircase.
 
@@ -9,7 +9,7 @@ clipped, and the learning rate goes down by a staircase.
     python examples/lstm.py --devices cpu:0,cpu:1     two CPU towers
 
 It writes learning curves, and code that the model has made up, to --output. It can be ended at any time, and the same
-command goes on from its newest checkpoint there, on any number of towers.
+command resumes from its newest checkpoint there, on any number of towers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ with one that is trained on. Or the images are yours, in a folder with a subfold
     python examples/photographs.py --images FOLDER           with FOLDER/cat/1.png, FOLDER/dog/1.jpg, …
 
 The learning rate goes down a staircase; a moving average of the weights is evaluated beside them. Curves and a sheet of
-predictions go to --output. It can be ended at any time, and the same command goes on from its newest checkpoint there.
+predictions go to --output. It can be ended at any time, and the same command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ near two of them are, and some of it is chance. A few films and people have most
 
     python examples/recommender.py                      three workers and two servers on this machine
     python examples/recommender.py --workers 0          one device, the same batches in their order
-    python examples/recommender.py --checkpoints DIR    goes on from DIR when it is started again
+    python examples/recommender.py --checkpoints DIR    resumes from DIR when it is restarted
 """
 
 from __future__ import annotations

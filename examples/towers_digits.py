@@ -9,7 +9,7 @@ checkpoints for all towers; checks that nothing drifts apart.
     python examples/towers_digits.py --devices cpu:0,cpu:1,cpu:2
 
 It compares the towers at the end, to the bit, and writes the loss and two towers' filters to --output. Ended at any
-time, it goes on from the last epoch there.
+time, it resumes from the last epoch there.
 """
 
 from __future__ import annotations

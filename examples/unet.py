@@ -7,7 +7,7 @@ their sums. So the same weights have the same F1 on any number of towers, also w
     python examples/unet.py --devices cpu:0,cpu:1     two CPU towers
 
 It writes F1 over the epochs, and held-out pictures with the ink that was found, to --output. It can be ended at any
-time, and the same command goes on from its newest checkpoint there.
+time, and the same command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ words are drawn as data, not in the step: then they are the same for any number 
     python examples/word2vec.py --devices cpu:0,cpu:1     two CPU towers
 
 It prints the nearest neighbours of some words, and writes a map of the most frequent ones to --output. It can be ended
-at any time, and the same command goes on from its newest checkpoint there.
+at any time, and the same command resumes from its newest checkpoint there.
 """
 
 from __future__ import annotations

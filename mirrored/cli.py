@@ -25,17 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         aliases=["evaluate"],
         help="run a script on several towers of this machine; evaluate: as the evaluator of its training",
         usage="mirrored run|evaluate [options] [-m] SCRIPT [ARGUMENT …]",
-        description="Runs a script once per tower, as MirroredStrategy() itself does when it finds several GPUs; "
-        "here for CPU towers and for choosing devices. 'mirrored evaluate' runs it on one tower, unless options say "
-        "otherwise, as the task 'evaluator' of a cluster, beside its training.",
+        description="Runs a script once per tower, as MirroredStrategy() does when it finds several GPUs; use it for "
+        "CPU towers and to choose devices. 'mirrored evaluate' runs the script as the task 'evaluator' of a cluster, "
+        "in parallel with its training, on one tower unless the options name more.",
     )
-    run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU, else one")
+    run.add_argument(
+        "--towers", type=int, help=("number of towers; default: one per device, or one per visible GPU, or one")
+    )
     run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
-    run.add_argument("--restarts", type=int, default=0, help="how often all start again after a failure (default 0)")
+    run.add_argument("--restarts", type=int, default=0, help="how often all towers restart after a failure (default 0)")
     run.add_argument(
         "--min-towers", type=int, help="restart with so many at least where devices are lost; default: all"
     )
-    run.add_argument("--from-the-start", action="store_true", help="restart also where no checkpoint is restored")
+    run.add_argument("--from-the-start", action="store_true", help="restart even if no checkpoint is restored")
     run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
     _add_script(run)
     _add_cluster(commands)
@@ -95,23 +97,23 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
 
 def _program(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
     if not parsed.module and not os.path.exists(parsed.script):
-        parser.error(f"there is no file {parsed.script}")
+        parser.error(f"the file {parsed.script} does not exist")
     return [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
 
 
 def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     cluster = commands.add_parser(
         "cluster",
-        help="play a TF_CONFIG cluster on this machine",
+        help="simulate a TF_CONFIG cluster on this machine",
         usage="mirrored cluster [--workers N] [--ps N] [-m] SCRIPT [ARGUMENT …]",
-        description="Starts a script once per worker, each with a TF_CONFIG of its own; with --ps there are "
-        "a chief and so many parameter servers, too. The first task has the terminal, the others' lines come behind "
-        "their name. GPUs are shared out among the workers; without enough of them each worker is one CPU tower. The "
-        "exit code is the largest of all.",
+        description="Starts a script once per worker, each with its own TF_CONFIG. With --ps, the cluster has a chief "
+        "and this number of parameter servers, too. The terminal shows the first task's output unchanged, and the "
+        "other tasks' lines with a prefix. GPUs are divided among the workers; if there are too few, each worker is "
+        "one CPU tower. The exit code is the largest of all tasks.",
     )
     cluster.add_argument("--workers", type=int, default=2, help="how many (default 2)")
     cluster.add_argument("--ps", type=int, default=0, help="parameter servers, and a chief (default: neither)")
-    _add_script(cluster, "the script, whose strategy reads TF_CONFIG; or with -m the module")
+    _add_script(cluster, "the script; its strategy reads TF_CONFIG. With -m: the module")
 
 
 def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -130,17 +132,20 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="does a script compute the same on several towers as on one, and if not, why",
         usage="mirrored verify [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
         description="Runs a script on one tower and on several, compares losses, gradients, parameters, buffers, data "
-        "and reported values, and names the cause of the first difference. Exit code 0: the same; 1: not, or nothing "
-        "can be said; 2: wrong usage. What follows SCRIPT and is not listed here, and all behind --, is the script's.",
+        "and reported values, and names the cause of the first difference. Exit code 0: they are the same; 1: they "
+        "differ, or the script cannot be compared; 2: wrong usage. Arguments after SCRIPT that are not listed here, "
+        "and all arguments after --, are passed to the script.",
         allow_abbrev=False,
     )
     verify.add_argument("--towers", type=int, default=2, help="of the second run (default 2)")
     verify.add_argument("--steps", type=int, default=5, help="of each optimizer that are compared (default 5)")
     verify.add_argument("--exact", action="store_true", help="every bit counts (virtual towers)")
     verify.add_argument("--tolerance", type=float, help="largest relative difference (default 1e-4 for float32)")
-    verify.add_argument("--devices", type=lambda text: text.split(","), help="one per tower; default: GPUs, else CPUs")
+    verify.add_argument(
+        "--devices", type=lambda text: text.split(","), help=("one per tower; default: GPUs, or CPUs if there are none")
+    )
     verify.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default 600)")
-    verify.add_argument("--show-output", action="store_true", help="show what the script prints in each run")
+    verify.add_argument("--show-output", action="store_true", help="show the script's output of each run")
     _add_script(verify, rest=False)
 
 
@@ -149,9 +154,9 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     actions = checkpoint.add_subparsers(dest="action", required=True)
     inspect = actions.add_parser(
         "inspect",
-        help="what a checkpoint holds, and whether it is whole",
-        description="Prints what a checkpoint holds, after reading all of it and comparing its checksums. Exit code 1: "
-        "it is not whole.",
+        help="show the contents of a checkpoint, and whether it is complete",
+        description="Prints the contents of a checkpoint, after reading all of it and comparing its checksums. Exit "
+        "code 1: it is damaged or incomplete.",
     )
     inspect.add_argument("path", help="a checkpoint's folder, or a folder of checkpoints, of which the newest is taken")
 
@@ -177,7 +182,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="mirrored trace [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
         description="Runs a script as 'python SCRIPT' does, traces some of its training steps on all towers, and ends "
         "it after them. All workers of a TF_CONFIG cluster, and all ranks of torchrun or srun, run the same command. "
-        "What follows SCRIPT and is not listed here, and all behind --, is the script's.",
+        "Arguments after SCRIPT that are not listed here, and all arguments after --, are passed to the script.",
         allow_abbrev=False,
     )
     trace.add_argument("--steps", default="10:13", help="START:STOP, from 1; default 10:13, which are 10, 11 and 12")
@@ -241,7 +246,7 @@ def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argumen
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="what is wrong on this machine, and how to mend it",
+        help="find problems of this machine, and how to fix them",
         description="Looks at the versions, devices, limits, network and variables that towers depend on, and lets two "
         "towers work together. Run it where, and with the environment in which, the training is to run. Exit code 0: "
         "no problem; 1: at least one; 2: wrong usage.",
@@ -260,7 +265,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 def _add_new(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     new = commands.add_parser(
         "new",
-        help="make a project to begin with",
+        help="create a project to start from",
         description="Makes a folder with a training script, a test of it on two CPU towers, and files for GitHub's CI, "
         "for Docker and for pip. The folder's name becomes the project's.",
     )
@@ -298,7 +303,7 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     if kind != "cpu" and towers > len(chosen):
         cpus = ",".join(f"cpu:{i}" for i in range(towers))
         raise ValueError(
-            f"--towers is {towers}, but this machine has {devices.seen(kind, len(chosen))}; for CPU towers say "
+            f"--towers is {towers}, but this machine has {devices.seen(kind, len(chosen))}; for CPU towers pass "
             f"--devices {cpus}"
         )
     return [f"{kind}:{i}" for i in range(towers)]

@@ -14,7 +14,7 @@ _EPOCHS = "iterating again is the next epoch, in a new order of (seed, epoch); n
 
 _INSTEAD = {
     "mirrored": {
-        "experimental": "what TensorFlow has there is in mirrored itself, without experimental_",
+        "experimental": "mirrored itself has the names that TensorFlow has there, without experimental_",
         "distribute": "from mirrored itself: mirrored.MirroredStrategy()",
         "NcclAllReduce": f"{_OPTIONS}: implementation='nccl' is the default between GPUs",
         "HierarchicalCopyAllReduce": f"{_OPTIONS}; several hosts reduce inside each host first without being asked",
@@ -44,11 +44,11 @@ _INSTEAD = {
         "experimental_make_numpy_dataset": "strategy.distribute_dataset((inputs, labels), global_batch_size)",
         "prepare": _PREPARED,
         "setup": _PREPARED,
-        "setup_dataloaders": "strategy.distribute_dataset(loader), whose batch size is the global one",
+        "setup_dataloaders": "strategy.distribute_dataset(loader), with the global batch size in the loader",
         "all_reduce": 'strategy.reduce("sum", value); inside run, differentiable, get_replica_context().all_reduce',
         "all_gather": "strategy.gather(value); inside run, differentiable, get_replica_context().all_gather",
         "gather_for_metrics": "strategy.gather(value), where there is nothing to drop",
-        "broadcast": "torch.distributed.broadcast; what is created in strategy.scope() is broadcast already",
+        "broadcast": "torch.distributed.broadcast; objects created in strategy.scope() are broadcast already",
         "accumulate": "strategy.no_sync() around every backward but the last one before optimizer.step()",
         "no_backward_sync": "strategy.no_sync()",
         "autocast": "torch.autocast(strategy.device.type, torch.bfloat16)",

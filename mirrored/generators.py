@@ -157,7 +157,9 @@ def read(state: Mapping[str, Any], device: torch.device) -> Place:
     if (theirs := state.get("device")) is not None and theirs[0] == device.type != "cpu":
         own = _bytes(theirs[1], accelerator.get_rng_state(device))
         if device.type == "cuda":
-            _check(int.from_bytes(bytes(own.numpy()[8:16]), "little") % 4 == 0, "the GPU's offset is no multiple of 4")
+            _check(
+                int.from_bytes(bytes(own.numpy()[8:16]), "little") % 4 == 0, ("the GPU's offset is not a multiple of 4")
+            )
     numpy = _NumPyPlace(None, None, (kind, key, position, has_gauss, numpy_gauss))
     return Place((version, (*words, index), gauss), numpy, cpu, own)
 
@@ -173,7 +175,7 @@ def _whole_numbers(value: Any, count: int, limit: int) -> list[int]:
     whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
     _check(whole and numbers.shape == (count,), f"{count} whole numbers are {numbers.dtype} of {tuple(numbers.shape)}")
     values: list[int] = numbers.tolist()
-    _check(min(values) >= 0 and max(values) < limit, f"a number does not lie between 0 and {limit - 1}")
+    _check(min(values) >= 0 and max(values) < limit, f"a number is not between 0 and {limit - 1}")
     return values
 
 

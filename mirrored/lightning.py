@@ -140,8 +140,9 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
             if self.world_size == 1:
                 return dataloader
             raise TypeError(
-                f"a {type(dataloader).__name__} cannot be shared out among {self.world_size} towers: give the Trainer "
-                "a DataLoader, or what strategy.towers.distribute_dataset or distribute_datasets_from_function makes"
+                f"a {type(dataloader).__name__} cannot be split among {self.world_size} towers: give the Trainer "
+                "a DataLoader, or the result of strategy.towers.distribute_dataset or "
+                "distribute_datasets_from_function"
             )
         dataloader.sampler = _Epochs(dataloader)  # type: ignore[attr-defined]
         return dataloader
@@ -183,8 +184,9 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         if self._mean_loss and self.world_size > 1:
             if not self._looked_at_loss and any(term.share for term in terms_of(closure_loss)):
                 raise ValueError(
-                    "the loss comes from compute_average_loss, so it is this tower's share of the global mean already: "
-                    "return a mean over the batch's examples, or say MirroredLightningStrategy(mean_loss=False)"
+                    "the loss is the result of compute_average_loss, so it is this tower's share of the global "
+                    "mean already: return a mean over the batch's examples, or pass mean_loss=False to "
+                    "MirroredLightningStrategy"
                 )
             self._looked_at_loss = True
             if (weight := self._weight()) != 1:

@@ -290,7 +290,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
     if fitting:
         raise ValueError(
             f"{what} has {local} entries on tower {replica.replica_id_in_sync_group}, and so have several of its "
-            f"distributed batches ({sizes} examples): say batch=x, with a tensor x of the one that is meant"
+            f"distributed batches ({sizes} examples): pass batch=x, with a tensor x of the intended batch"
         )
     raise ValueError(
         f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
@@ -327,9 +327,10 @@ def _say_whether_shared_out(local: int, replica: ReplicaContext) -> None:
     examples = announce(strategy.communicator, "the examples of compute_average_loss", fingerprints(batch).tolist())
     if local and batch and all(other == examples[0] for other in examples):
         strategy.say_once(
-            f"all {len(examples)} towers were given the same {local} examples in their first step, and train what one "
-            "tower would: a DataLoader that is not distributed gives every tower all of its examples. Loop over "
-            "strategy.distribute_dataset(loader) in its place; the loader's batch size is then the global one"
+            f"all {len(examples)} towers received the same {local} examples in their first step, so they train "
+            "the same as one tower: a DataLoader that is not distributed gives every tower all of its examples. "
+            "Iterate over strategy.distribute_dataset(loader) instead; the loader's batch size is then the "
+            "global one"
         )
     else:
         strategy.say_once(

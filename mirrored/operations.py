@@ -28,7 +28,9 @@ def operation_name(op: object) -> str:
         TypeError: it is another value.
     """
     if not isinstance(getattr(op, "name", op), str):
-        raise TypeError(f'the operation is a {type(op).__name__}, but comes first, as text: reduce("sum", value)')
+        raise TypeError(
+            f'the operation is a {type(op).__name__}, but must be a string and the first argument: reduce("sum", value)'
+        )
     name = str(getattr(op, "name", op)).lower()
     name = _ALIASES.get(name, name)
     if name not in OPERATIONS:

@@ -178,7 +178,7 @@ class KnownShares:
             return shares[0].local
         if sizes := _sizes(batch):
             return sizes[0]
-        raise TypeError("the number of examples in the arguments of strategy.backward cannot be told")
+        raise TypeError("the number of examples in the arguments of strategy.backward is unknown")
 
     def is_empty(self, batch: Sequence[Any]) -> bool:
         """Whether the arguments of a step certainly hold no example."""
@@ -199,8 +199,8 @@ class KnownShares:
         shares = self.of(batch)
         if not shares and not (isinstance(batch, tuple) and not batch):
             raise ValueError(
-                "batch= holds nothing of a batch of strategy.distribute_dataset: give it one of the batch's own "
-                "tensors, or () for what belongs to no distributed batch"
+                "batch= contains no tensor of a batch of strategy.distribute_dataset: pass one of the batch's "
+                "own tensors, or () for values that belong to no distributed batch"
             )
         return shares
 

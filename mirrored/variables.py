@@ -163,7 +163,7 @@ class Variable(_Operators):  # type: ignore[misc]
             self._local = update(self._local, self._converted(value))
             return self.value()
         if on_read and (self.aggregation == "none" or (self.aggregation == "sum" and method != "assign")):
-            raise ValueError(f"{call} outside strategy.run does not say which tower's value changes: call it inside")
+            raise ValueError(f"{call} outside strategy.run does not name the tower whose value changes: call it inside")
         if in_replica and self.aggregation == "none":
             raise ValueError(
                 f"{call} inside strategy.run: you must specify an aggregation to update an on_write variable there, "
@@ -270,7 +270,10 @@ class Variable(_Operators):  # type: ignore[misc]
         elif "value" in state:
             self._local = self._addend_of(self._converted(state["value"]))
         elif rows:
-            raise ValueError(f"{self.name!r} was saved by other towers than {self._comm.size}, without an aggregation")
+            raise ValueError(
+                f"{self.name!r} was saved on a different number of towers and has no aggregation, so it cannot be "
+                f"restored on {self._comm.size}"
+            )
         else:
             raise ValueError(f"{self.name!r} needs a state with 'value', but that one has {[*state]}")
 

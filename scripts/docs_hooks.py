@@ -24,6 +24,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
 }
 
+_LINK = r"\[((?:[^][]|!\[[^]]*\]\([^)]*\))*)\]\(([^)\s#]*)(#[^)\s]*)?\)"
 _METHODS = "backward|check_mirrored|distribute_dataset|distribute_datasets_from_function|mirror|run|scope|state_dict"
 
 
@@ -49,8 +50,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{anchor or ''})"
 
-    markdown = re.sub(r"\[((?:[^][]|!\[[^]]*\]\([^)]*\))*)\]\(([^)\s#]*)(#[^)\s]*)?\)", lead, markdown)
-    return re.sub(r"^<!-- .* -->\n", "", markdown, flags=re.MULTILINE)
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)  # every second one is code
+    parts[::2] = [re.sub(_LINK, lead, re.sub(r"^<!-- .* -->\n", "", part, flags=re.MULTILINE)) for part in parts[::2]]
+    return "".join(parts)
 
 
 def on_page_content(html: str, **_: Any) -> str:

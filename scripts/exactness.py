@@ -149,7 +149,7 @@ class Run:
 def train(
     model: str, optimizer: str, implementation: str, first: int, until: int, parts: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Train in a tower; returns the digest after step ``until``, and what the next run goes on from."""
+    """Train in a tower; returns the digest after step ``until``, and what the next run resumes from."""
     communication = mirrored.CommunicationOptions(implementation=implementation)
     strategy = mirrored.MirroredStrategy(communication=communication, virtual_towers=VIRTUAL_TOWERS, seed=SEED)
     run = Run(strategy, model, optimizer)

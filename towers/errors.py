@@ -54,8 +54,8 @@ class StepTimeoutError(TowersError):
 
 
 DECIDE_TOGETHER = (
-    "Where a tower has a reason of its own to leave a call out (a loss that is not finite, a share with nothing to "
-    'learn from), all towers decide together before it: bad = strategy.reduce("max", int(bad))'
+    "If one tower has a reason to skip a call (a loss that is not finite, an empty share), all towers must "
+    'decide together before it: bad = strategy.reduce("max", int(bad))'
 )
 """Advice for scripts whose towers do not make the same calls."""
 
@@ -85,7 +85,7 @@ def out_of_step(tower: int, cause: BaseException) -> TowersError:
     kind = PeerLostError if isinstance(cause, PeerLostError) else TowersError
     return kind(
         f"tower {tower} is out of step with the others since a collective ended in an exception ({in_words(cause)}): "
-        "nothing further can be done together; start again from the last checkpoint"
+        "nothing further can be done together; restart from the last checkpoint"
     )
 
 

@@ -80,9 +80,10 @@ class BatchNorms:
             return  # these take running statistics always
         if "forward" in vars(module):
             raise TypeError(
-                f"sync_batch_norm=True was asked for a {kind.__qualname__} of {module.num_features} features with a "
-                "forward that was put on the object, which would go on to normalise over each tower's own share. Put "
-                "it there after the layer was made in scope(sync_batch_norm=True), or into a subclass"
+                f"sync_batch_norm=True cannot change a {kind.__qualname__} of {module.num_features} features, "
+                "because a forward method was assigned to the object: it would still normalise over each "
+                "tower's own share. Assign it after the layer was created in scope(sync_batch_norm=True), or "
+                "define it in a subclass"
             )
         self._widest = max(self._widest, module.num_features)
         module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
@@ -103,10 +104,10 @@ class BatchNorms:
             result = forward()
         if not calls.answered:
             raise RuntimeError(
-                f"{self._name(layer)}: the forward of {layer.plain.__qualname__} takes the statistics of a batch in "
-                "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
-                "sync_batch_norm=True cannot make them those of the global batch. Make the layer outside of "
-                "scope(sync_batch_norm=True) if the statistics of each tower's own share are meant"
+                f"{self._name(layer)}: the forward of {layer.plain.__qualname__} computes the batch statistics "
+                "without F.batch_norm or torch's forward with the layer's own parameters, so "
+                "sync_batch_norm=True cannot compute them over the global batch. To use the statistics of each "
+                "tower's own share, create the layer outside scope(sync_batch_norm=True)"
             )
         return result
 

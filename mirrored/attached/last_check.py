@@ -76,4 +76,4 @@ def _differences(messages: Sequence[Message], values: Sequence[Held]) -> list[Di
         return differences([message["held"] for message in messages], values)
     if len({message["names"] for message in messages}) > 1:  # some have dropped what others still hold
         return []
-    return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]
+    return [Difference("of a model (which of several models is unknown),", ["parameter"], groups_of(digests))]

@@ -63,13 +63,13 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 def problem_of(module: nn.Module, states: Any) -> str | None:
     """The reason why :func:`states_of` cannot have returned ``states`` for ``module``; None where it can."""
     if not isinstance(states, Mapping):
-        return "what its metrics have counted is saved as no dict"
+        return "its metrics were saved in a form that is not a dict"
     metrics = dict(_metrics_in(module))
     for path, saved in states.items():
         if (metric := metrics.get(path)) is None:
-            return f"{path!r} is no metric here, but one in the checkpoint"
+            return f"{path!r} is a metric in the checkpoint, but not in this program"
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-            return f"what the metric {path!r} has counted is saved as no dict"
+            return f"the metric {path!r} was saved in a form that is not a dict"
         updates = saved.get("updates")
         if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
             return f"the metric {path!r} is saved after {updates!r} updates"
@@ -104,7 +104,7 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     strategy = current_strategy()
     entries = sizes[0] if sizes else None
-    return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "what a metric was given")
+    return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "the values given to a metric")
 
 
 def _update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -48,16 +48,16 @@ _SEVERAL = {
 }
 
 _LOOK_FOR = (
-    "Look for what one tower does alone or in its own way: optimizer.step(), an average of parameters (EMA), a "
-    "scheduler or a loaded state under `if strategy.is_chief:`, a scheduler or an optimizer (ReduceLROnPlateau, LBFGS) "
-    "that was given its own loss, not the reduced one, gradients that no backward() has averaged, parameters or "
-    "averaged gradients changed by its own random numbers or data, a GPU or memory that fails. What one tower alone is "
-    "to keep, make outside the scope."
+    "Look for an operation that one tower runs alone or differently: optimizer.step(), an average of parameters "
+    "(EMA), a scheduler or a loaded state under `if strategy.is_chief:`; a scheduler or an optimizer "
+    "(ReduceLROnPlateau, LBFGS) that received this tower's loss instead of the reduced one; gradients that no "
+    "backward() has averaged; parameters or averaged gradients changed with this tower's random numbers or "
+    "data; a faulty GPU or memory. Create state that one tower alone keeps outside the scope."
 )
 
 _PUT_IN_LATER = (
-    "It was put into a mirrored model after the first run, and every tower has made its own: call "
-    "strategy.mirror(module) on all towers for what is new."
+    "It was added to a mirrored model after the first run, and every tower has created its own: call "
+    "strategy.mirror(module) on all towers for new modules."
 )
 
 
@@ -147,7 +147,7 @@ class MirrorCheck:
         if earlier is not None:
             self._judge(earlier)
         if self._next(run - 1) == run:
-            check = self._start(f"run() number {run}", f"when run {run} began")
+            check = self._start(f"run() number {run}", f"at the start of run {run}")
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
@@ -163,7 +163,7 @@ class MirrorCheck:
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        when = f"after run {self._runs} had begun" if self._runs else "before the first run"
+        when = f"after the start of run {self._runs}" if self._runs else "before the first run"
         with range_("mirrored::mirror-check"):
             self._judge(self._start(call, when))
 
@@ -190,7 +190,7 @@ class MirrorCheck:
     def _start(self, call: str, when: str) -> _Check:
         held = self.held()
         if self._barrier is not None:
-            self._barrier(f"comes to {call}")
+            self._barrier(f"reaches {call}")
         log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
         comparison = start_comparison(self._comm, call, held)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -216,8 +216,8 @@ class MirrorCheck:
             name, kind = next(iter(not_finite.items()))
             more = f", and {len(not_finite) - 1} more parameters are not finite" if len(not_finite) > 1 else ""
             log.warning(
-                "parameter %s holds %s on all towers%s, found %s. MirroredStrategy(nonfinite_gradients="
-                '"raise") says which tower and which gradient it comes from',
+                "parameter %s contains %s on all towers%s, found %s. "
+                'MirroredStrategy(nonfinite_gradients="raise") names the tower and the gradient that cause it',
                 name,
                 kind,
                 more,
@@ -255,8 +255,8 @@ def in_words(differences: Sequence[Difference], when: str) -> str:
     counted = ", ".join(f"{count} {_SEVERAL[kind] if count > 1 else kind}" for kind, count in counts.items())
     also = f" Also different: {counted}." if others else ""
     return (
-        f"{kind} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}.{also} {when}. "
-        f"{_PUT_IN_LATER if kind == _STRANGE else _LOOK_FOR} Then start again from the last checkpoint"
+        f"{kind} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}.{also} "
+        f"{when}. {(_PUT_IN_LATER if kind == _STRANGE else _LOOK_FOR)} Then restart from the last checkpoint"
     )
 
 

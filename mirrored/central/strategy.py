@@ -62,6 +62,6 @@ def _check_parameter_device(device: Device | None) -> None:
     devices.check_exist([parsed])
     if parsed.type != "cpu":
         raise ValueError(
-            f"parameter_device is {parsed}, but parameters lie in the host's memory: leave it out, or say 'cpu:0'. "
-            "Where they and the optimizer's state are to lie on every device, use MirroredStrategy"
+            f"parameter_device is {parsed}, but central storage keeps parameters in the host's memory: omit it, "
+            "or pass 'cpu:0'. To keep parameters and optimizer state on every device, use MirroredStrategy"
         )

@@ -116,9 +116,7 @@ class Encoder:
             )
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():
-            raise TypeError(
-                f"{path} is a {type(value).__name__} without memory of its own; save the tensor that it represents"
-            )
+            raise TypeError(f"{path} is a {type(value).__name__} without memory; save the tensor that it represents")
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (path,)
         name = self._names.setdefault(key, path)
         self.tensors.setdefault(name, value)

@@ -229,7 +229,10 @@ class Folder:
             self._tidy(name)
         except OSError as error:
             log.warning(
-                "%s is saved; writing %s or removing what it replaces failed: %s", place, LATEST, error.strerror
+                "%s is saved; writing %s or removing the files that it replaces failed: %s",
+                place,
+                LATEST,
+                error.strerror,
             )
 
     def note(self, name: str) -> str | None:
@@ -279,7 +282,7 @@ class Folder:
         if aside.exists():
             self._remove_whole(aside)
         self.disk.rename(place, aside)
-        log.warning("%s is of a later step than this run has come to: it was renamed to %s", place, aside.name)
+        log.warning("%s is of a later step than this run has reached: it was renamed to %s", place, aside.name)
 
     def _remove_whole(self, place: pathlib.Path) -> None:
         """Remove a checkpoint, after a rename, so that none is ever seen half removed."""

@@ -225,13 +225,15 @@ class CheckpointManager:
     def _remind(self) -> None:
         """Log once what is not saved."""
         if self._reminds_of_data and self._comm.index == 0:
-            log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
+            log.info(
+                "the saved objects include no distributed dataset: a resumed run starts its data from the beginning"
+            )
         self._reminds_of_data = False
         if self._reminds_of_gradients and self._strategy.engine.averager.unsynced():
             self._reminds_of_gradients = False
             log.warning(
-                "step %d is saved without the gradients that no_sync() has accumulated, so a run that goes on from it "
-                "loses them: call CheckpointManager.step() only where optimizer.step() was called",
+                "step %d is saved without the gradients that no_sync() has accumulated, so a run that resumes "
+                "from it loses them: call CheckpointManager.step() only after optimizer.step()",
                 self.steps,
             )
 
@@ -325,9 +327,7 @@ class CheckpointManager:
         if self._comm.index == 0:
             received = self._signals.received
             reason = signal_name(received) if received is not None else "another tower's signal"
-            log.info(
-                "stopped by %s after step %d, which is saved; the same command goes on from there", reason, self.steps
-            )
+            log.info("stopped by %s after step %d, which is saved; run the same command to resume", reason, self.steps)
         self._strategy.health.exit_code = EXIT_PREEMPTED
         failure.end_soon_preempted()
         raise Preempted(self.steps)

@@ -77,8 +77,8 @@ def check_name(name: str) -> str:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == LATEST:
         raise ValueError(
-            f"a checkpoint's name is {name!r}, but must be letters, digits, '.', '_' and '-', begin with a letter or a "
-            f"digit, and not be {LATEST!r}; it names a folder beside the others, not a path"
+            f"a checkpoint's name is {name!r}, but must consist of letters, digits, '.', '_' and '-', start with "
+            f"a letter or a digit, and not be {LATEST!r}; it is the name of a folder, not a path"
         )
     return name
 
@@ -137,13 +137,13 @@ def load(text: bytes) -> Manifest:
     try:
         manifest = json.loads(text)
         if not isinstance(manifest, dict):
-            raise Malformed("it is no JSON object")
+            raise Malformed("it is not a JSON object")
         stated = manifest.pop("sha256", None)
         is_whole = text.endswith(b"}\n") and _checksum(manifest) == stated
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"it is no JSON: {error}") from None
+        raise Malformed(f"it is not valid JSON: {error}") from None
     if manifest.get("format") != FORMAT:
         raise Malformed(f"its format is {_short(manifest.get('format'))}, not {FORMAT!r}")
     if manifest.get("version") != VERSION:
@@ -275,7 +275,7 @@ def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow:
         raise CheckpointError(f"{path} cannot be opened: {reason}") from None
     if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is no ordinary file")
+        raise CheckpointError(f"{path} is not an ordinary file")
     return descriptor
 
 

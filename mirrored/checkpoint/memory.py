@@ -154,8 +154,9 @@ def keep_snapshots(
     local = [bool(offered), digest_of([os.environ.get(JOB_TOKEN), sys.argv, place])]
     towers = announce(comm, "keeps snapshots in memory", local)
     reason = (
-        "nothing would be left of a snapshot when the towers have ended, since their agent does not start them again. "
-        "Say restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep none)"
+        "a snapshot in memory would be lost at the end of the towers, because their agent does not restart "
+        "them. Pass restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep no "
+        "snapshots)"
     )
     if offered and all(is_offered for is_offered, _ in towers):
         kept = _MemoryFolder(pathlib.Path(offered, digest_of(place)), _Memory(pathlib.Path(offered)), keep=1)

@@ -93,11 +93,12 @@ class Restorer:
         if not candidates:
             tower = next(tower for tower, steps in enumerate(towers) if newest in steps)
             raise CheckpointError(
-                f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {tower}): "
-                "copy it to the hosts that have none, or remove it to start anew"
+                f"no checkpoint in {folder} exists for all towers (step {newest} exists for tower {tower}): copy "
+                "it to the other hosts, or remove it to start from the beginning"
             )
         raise CheckpointError(
-            f"none of the {len(candidates)} checkpoints in {folder} can be used: {problem}; remove them to start anew"
+            f"none of the {len(candidates)} checkpoints in {folder} can be used: {problem}; remove them to start "
+            "from the beginning"
         )
 
     def restore(self, name: str) -> Restored:
@@ -130,7 +131,7 @@ class Restorer:
         restored = dataclasses.replace(self.load(stored), in_memory=in_memory)
         if self._comm.index == 0:
             source, remark = "snapshot " if in_memory else "", _remark(restored, self._comm.size)
-            log.info("goes on from %s%s, after step %d%s", source, stored.path, restored.step, remark)
+            log.info("resuming from %s%s (step %d)%s", source, stored.path, restored.step, remark)
         return restored
 
     def load(self, stored: StoredCheckpoint) -> Restored:
@@ -176,7 +177,7 @@ def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredChec
     manifest = stored.manifest
     same_towers = manifest["towers"] == comm.size
     tower = comm.index if same_towers else 0
-    prefix = f"checkpoint {stored.path} does not fit what is here, nothing was changed: "
+    prefix = f"checkpoint {stored.path} does not fit the objects of this program; nothing was changed: "
     raise_first(comm, "checks a checkpoint", "; ".join(_problems(stored, tower, tracked)), prefix)
     loaded = {item.name for item in tracked}
     different = {name.partition("/")[0] for name in stored.of_each_tower()} if not same_towers else set()

@@ -72,7 +72,7 @@ class Saver:
                 if is_new:  # else another manager of this process may be writing what looks left over
                     folder.clean()
             except BlockingIOError:
-                problem = f"another process writes checkpoints into {folder.path}; give every run a folder of its own"
+                problem = f"another process writes checkpoints into {folder.path}; use a separate folder for every run"
             except OSError as error:
                 problem = f"{path} cannot be opened: {error.strerror}"
         raise_first(self._comm, "opens a folder of checkpoints", problem)
@@ -96,7 +96,7 @@ class Saver:
         self.wait()
         objects, own, tensors = self._capture(step)
         # Each writer writes its own mirrored state. Without mirror checks the towers are trusted to hold the same.
-        self._strategy.engine.check_before("saves a checkpoint of what all towers hold")
+        self._strategy.engine.check_before("saves a checkpoint of the state that all towers share")
         if self._writer is not None:
             self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
         self._in_flight = name
@@ -172,7 +172,7 @@ class Saver:
             {name: value for name, value in objects.items() if name in other_objects[comm.index]},
             {name: value for name, value in tensors.items() if name in other_tensors[comm.index]},
         )
-        packages = announce_with_body(comm, "saves what differs between towers", body=package)
+        packages = announce_with_body(comm, "saves the state that differs between towers", body=package)
         for tower, announced in enumerate(packages if self.writes else ()):
             their_objects, their_tensors = _unpack(announced.body)
             (own[tower] if tower else objects).update(their_objects)

@@ -55,7 +55,7 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
         yield f"and {more:,} more"
     if different := sorted(stored.of_each_tower()):
         yield ""
-        yield f"of its own on each tower: {listed(different)}"
+        yield f"separate on each tower: {listed(different)}"
 
 
 def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str, str]]:

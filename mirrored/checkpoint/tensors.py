@@ -110,7 +110,7 @@ class TensorFile:
             self._file = safe_open(path, framework="pt").__enter__()
             self.names = list(self._file.keys())
         except (SafetensorError, OSError, UnicodeDecodeError) as error:
-            raise Malformed(f"it is no safetensors file: {error}") from None
+            raise Malformed(f"it is not a safetensors file: {error}") from None
 
     def read(self, name: str) -> Tensor:
         """A tensor on the CPU, with memory of its own.
@@ -122,7 +122,7 @@ class TensorFile:
             # A copy: safetensors maps the file, which may be removed or changed.
             return restore_layout(self._file.get_tensor(name).clone(), self._unusual.get(name, {}))
         except (SafetensorError, *MISFITS) as error:
-            raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
+            raise Malformed(f"it contains no tensor {name!r} that can be read: {error}") from None
 
     def describe(self, name: str) -> Tensor:
         """A tensor without data ("meta") that has the shape and dtype of one in the file.
@@ -135,7 +135,7 @@ class TensorFile:
             tensor = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
             return restore_layout(tensor, self._unusual.get(name, {}))
         except (SafetensorError, *MISFITS) as error:
-            raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
+            raise Malformed(f"it contains no tensor {name!r} that can be read: {error}") from None
 
     def close(self) -> None:
         self._file.__exit__(None, None, None)

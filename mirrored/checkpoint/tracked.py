@@ -295,7 +295,9 @@ def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
         TypeError: it has no state that could be saved.
     """
     if not isinstance(name, str) or not name or set(name) & set("/@") or name.startswith("mirrored."):
-        raise ValueError(f"{name!r} cannot name what is saved: give a text without '/' and '@', such as 'model'")
+        raise ValueError(
+            f"{name!r} cannot be the name of a saved object: use a string without '/' and '@', such as 'model'"
+        )
     if isinstance(target, nn.Module):
         return TrackedModule(name, target, is_mirrored)
     if isinstance(target, torch.optim.Optimizer):

@@ -139,7 +139,7 @@ def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
     with contextlib.closing(StoredCheckpoint(path)) as stored:
         state = stored.state(name)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: {name} is no model")
+        raise CheckpointError(f"{path}: {name} is not a model")
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 

@@ -85,9 +85,9 @@ def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> C
         same = (described.workers, described.worker) == (launcher.workers, launcher.worker)
         if not same and FEWER_WORKERS not in environ:
             raise ClusterError(
-                f"{described.origin} and {launcher.origin} contradict each other: {described.origin} says worker "
-                f"{described.worker} of {described.workers}, {launcher.origin} say worker {launcher.worker} of "
-                f"{launcher.workers}; unset the one that is left over from another job"
+                f"{described.origin} and {launcher.origin} contradict each other: {described.origin} names "
+                f"worker {described.worker} of {described.workers}, {launcher.origin} name worker "
+                f"{launcher.worker} of {launcher.workers}; unset the one that is left over from another job"
             )
         described.topology = launcher.topology
     return described

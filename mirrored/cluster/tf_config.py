@@ -151,7 +151,9 @@ def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str,
     task = config.get("task")
     if not isinstance(task, dict):
         problem = "is missing" if task is None else f"must be an object, not {_kind(task)}"
-        raise ClusterError(f"TF_CONFIG: task {problem}; it says which task this is: {{'type': 'worker', 'index': 0}}")
+        raise ClusterError(
+            f"TF_CONFIG: task {problem}; it must name the task of this process: {{'type': 'worker', 'index': 0}}"
+        )
     kind = task.get("type")
     if not isinstance(kind, str) or kind not in jobs:
         problem = "is missing" if kind is None else f"is {kind!r}"

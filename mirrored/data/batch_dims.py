@@ -34,8 +34,8 @@ Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequenc
 """A structure like the batch's: the dimension that counts examples, None for what is given whole, or what cuts it."""
 
 _HOW = (
-    "say what is per example with batch_dims=, a structure like the batch's: a dimension such as 0 (of a list: its "
-    "entries), None for what every tower gets whole, or a function (value, start, end)"
+    "name the per-example parts with batch_dims=, a structure like the batch's: a dimension such as 0 (of a "
+    "list: its entries), None for parts that every tower receives whole, or a function (value, start, end)"
 )
 
 
@@ -127,7 +127,7 @@ def _size(value: Any, dim: int, path: str) -> int:
 def _count(batch: Any, dims: Dims) -> int:
     sizes = list(_sizes(batch, dims))
     if not sizes:
-        raise TypeError("the number of examples in a batch cannot be told: batch_dims give no dimension")
+        raise TypeError("the number of examples in a batch is unknown: batch_dims give no dimension")
     for path, size in sizes:
         if size != sizes[0][1]:
             raise ValueError(f"{path} has {size} examples, but {sizes[0][0]} has {sizes[0][1]}: {_HOW}")
@@ -145,7 +145,7 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
     try:
         return narrow(value, dims, start, end) if isinstance(value, (Tensor, np.ndarray)) else value[start:end]
     except (TypeError, IndexError, KeyError, RuntimeError) as error:
-        raise TypeError(f"{path} is a {type(value).__name__}, which cannot be cut ({error}): {_HOW}") from None
+        raise TypeError(f"{path} is a {type(value).__name__}, which cannot be split ({error}): {_HOW}") from None
 
 
 # -- with dimensions that are found out ------------------------------------------------------------------
@@ -167,7 +167,7 @@ class _Reading:
         self._nested: list[tuple[str, Sequence[Any]]] = []
         self.dims = self._read(batch, "batch")
         if not (sized := self._arrays + self._lists):
-            raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
+            raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} is unknown: {_HOW}")
         first, description, examples = sized[0]
         for path, value in self._nested:
             if not self._arrays or len(value) == examples:
@@ -177,7 +177,7 @@ class _Reading:
                 )
         for path, other, size in sized:
             if size != examples:
-                raise TypeError(f"{first} {description}, but {path} {other}, so a batch cannot be cut: {_HOW}")
+                raise TypeError(f"{first} {description}, but {path} {other}, so a batch cannot be split: {_HOW}")
 
     def _read(self, value: Any, path: str) -> Any:
         """The dimensions of a value that are per example, if what has a size has as many examples as the others."""
@@ -196,7 +196,7 @@ class _Reading:
             return [self._read(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
         if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic, Tensor, np.ndarray)):
             return None
-        raise TypeError(f"{path} is a {type(value).__name__}, so a batch cannot be cut: {_HOW}")
+        raise TypeError(f"{path} is a {type(value).__name__}, so a batch cannot be split: {_HOW}")
 
 
 def _refuse_either_way(value: Sequence[Any], path: str) -> None:

@@ -69,7 +69,7 @@ class DistributedDataset(ABC):
                 "the weights, and random_split or Subset the indices, that they had then"
             )
         self._saved_order = None
-        log.debug("epoch %d of a distributed dataset begins at step %d", epoch.number, step)
+        log.debug("epoch %d of a distributed dataset starts at step %d", epoch.number, step)
         health, known = self._comm.health, self._known
         in_script = threading.current_thread() is threading.main_thread()
         health.loops = loop = health.loops + 1
@@ -188,7 +188,7 @@ class DistributedDataset(ABC):
             return len(self), None  # that epoch is over, whatever its data were
         names = [name for name in {**saved, **current} if name not in ("steps", "drop_last")]
         different = [name for name in names if saved.get(name) != current.get(name)]
-        hint = "load it at the beginning of an epoch, or go on with what was used then"
+        hint = "load it at the start of an epoch, or continue with the earlier settings"
         if different == ["global_batch_size"] and "examples" in current:
             then, now = saved["global_batch_size"], current["global_batch_size"]
             if isinstance(then, int) and isinstance(now, int) and then > 0:
@@ -215,16 +215,16 @@ class DistributedDataset(ABC):
             order = other.pop("order"), described[0].pop("order")
             if other == described[0]:
                 raise DisagreementError(
-                    f"towers begin epoch {epoch.number} with different orders of the examples: what the sampler drew, "
-                    f"or the indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 "
-                    f"({order[1]}). Draw from torch's, NumPy's or Python's global generators, which are seeded alike "
-                    "on all towers while a sampler draws, and make splits outside of run, or from a generator with "
-                    "one seed"
+                    f"towers start epoch {epoch.number} with different orders of the examples: the sampler's "
+                    f"draws, or the indices of a Subset, on tower {tower} ({order[0]}) differ from those on "
+                    f"tower 0 ({order[1]}). Draw from torch's, NumPy's or Python's global generators, which are "
+                    "seeded identically on all towers while a sampler draws. Create splits outside run, or with "
+                    "a generator that has one seed"
                 )
             raise DisagreementError(
-                "towers begin an epoch with different data, settings or places in it: "
-                f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
-                "next() and load_state_dict() alike, on every tower"
+                f"towers start an epoch with different data, settings or positions: {other} on tower {tower}, "
+                f"{described[0]} on tower 0; create the same dataset, and call iter(), next() and "
+                "load_state_dict() identically, on every tower"
             )
 
 

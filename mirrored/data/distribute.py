@@ -43,8 +43,8 @@ def distribute(
     distribution = distribution.of_dataset(stand_in)
     if batch_dims is not None and not (isinstance(dataset, DataLoader) and is_ready_made(dataset)):
         raise ValueError(
-            "batch_dims is for batches that come ready made (a DataLoader with batch_size=None, "
-            "distribute_datasets_from_function); of what collate_fn makes, each tower collates its own examples"
+            "batch_dims is for batches that are ready made (a DataLoader with batch_size=None, "
+            "distribute_datasets_from_function); with a collate_fn, each tower collates its own examples"
         )
     if isinstance(dataset, DataLoader):
         if shuffle or drop_last or collate_fn is not None or num_workers:
@@ -57,15 +57,15 @@ def distribute(
     _check_batch_size(global_batch_size)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ValueError("an IterableDataset has an order of its own: shuffle inside it")
+            raise ValueError("an IterableDataset defines its own order: shuffle inside it")
     else:
         if isinstance(dataset, list) and collate_fn is None and global_batch_size != 1:
             refuse_columns(dataset)
         dataset = as_slices(dataset)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
-                f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is no "
-                "IterableDataset; for a generator use distribute_datasets_from_function"
+                f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is "
+                "not an IterableDataset; for a generator use distribute_datasets_from_function"
             )
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -92,8 +92,8 @@ def _from_loader(
         )
     if any(isinstance(s, DistributedSampler) for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))):
         raise ValueError(
-            "the DataLoader has a DistributedSampler, so its data would be shared out twice: give "
-            "distribute_dataset a DataLoader with the global batch size and without that sampler"
+            "the DataLoader has a DistributedSampler, so its data would be split twice: give distribute_dataset "
+            "a DataLoader with the global batch size and without that sampler"
         )
     if isinstance(loader.dataset, IterableDataset) or is_ready_made(loader):
         settings: dict[str, object] = {"global_batch_size": size, "drop_last": loader.drop_last}
@@ -147,8 +147,9 @@ def _say_if_again(distribution: Distribution, dataset: Any, seed: int) -> None:
     with contextlib.suppress(TypeError):  # a list takes no weak reference
         if seed in shuffled.get(owner, ()) and distribution.comm.index == 0:
             log.warning(
-                "distribute_dataset(…, shuffle=True) was called again for the same data, whose order is that of the "
-                "first epoch again: for a new order in each epoch call it once, before the loop over the epochs"
+                "distribute_dataset(…, shuffle=True) was called again for the same data, so the order of the "
+                "first epoch repeats: for a new order in each epoch, call it once, before the loop over the "
+                "epochs"
             )
         shuffled.setdefault(owner, set()).add(seed)
 

@@ -28,7 +28,7 @@ class InputContext:
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"the global batch size {global_batch_size} is not divisible by the {self.num_replicas_in_sync} "
-                "towers; use distribute_dataset, which cuts uneven shares exactly"
+                "towers; use distribute_dataset, which supports uneven shares"
             )
         return global_batch_size // self.num_replicas_in_sync
 

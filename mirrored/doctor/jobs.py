@@ -47,15 +47,17 @@ def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     subject, count = "GPU towers", devices.count_of("cuda")
     if count < 2:
         return
-    wrong = "NCCL_ALGO, NCCL_PROTO and NCCL_P2P_DISABLE=1, one by one, tell what is broken; have the GPUs tested"
+    wrong = (
+        "set NCCL_ALGO, NCCL_PROTO and NCCL_P2P_DISABLE=1, one by one, to find the broken part; have the GPUs tested"
+    )
     try:
         yield _run(subject, [f"cuda:{number}" for number in range(count)], "nccl", _GPU_SECONDS, wrong)
     except mirrored.TowerFailedError as error:
         yield problem(
             subject,
             f"{count} towers cannot work together: {_reason(error)}",
-            "NCCL_DEBUG=WARN mirrored doctor lets NCCL say why; where GPUs only fail together, NCCL_P2P_DISABLE=1 "
-            "tells whether reading each other's memory is the reason; /dev/shm must have free space",
+            "run NCCL_DEBUG=WARN mirrored doctor to see NCCL's reason; if GPUs fail only together, "
+            "NCCL_P2P_DISABLE=1 shows whether peer-to-peer access is the cause; /dev/shm must have free space",
         )
 
 

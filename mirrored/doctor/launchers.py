@@ -23,7 +23,11 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         launcher = cluster.from_launcher(environ)
     except ClusterError as error:
-        yield problem(_LAUNCHER, str(error), "unset what is left over from another job, or set what is missing")
+        yield problem(
+            _LAUNCHER,
+            str(error),
+            ("unset the variables that are left over from another job, or set those that are missing"),
+        )
         return
     if launcher is None:
         yield _check_left_over(environ)
@@ -171,7 +175,7 @@ _VARIABLES = {
     "NCCL_HOSTID": (_NOTE, "lets towers of the same value alone share memory with each other", ("",)),
     "NCCL_NET": (_NOTE, "pins NCCL's network", ("",)),
     "CUDA_LAUNCH_BLOCKING": (_WARNING, "makes the host wait for every kernel: slow, and nothing overlaps", _OFF),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_WARNING, "allocates GPU memory anew each time: slow", _OFF),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_WARNING, "allocates GPU memory again each time: slow", _OFF),
     "NVIDIA_TF32_OVERRIDE": (_WARNING, "switches TF32 for all libraries: other results, another speed", ("",)),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (_WARNING, "makes float32 products TF32: other results", _OFF),
     "CUBLAS_WORKSPACE_CONFIG": (_NOTE, "makes cuBLAS deterministic, or not; some products get slower", ("",)),

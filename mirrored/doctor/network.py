@@ -122,7 +122,10 @@ def _check_can_reach(host: str, port: int, origin: str) -> Finding:
         return warning(
             subject,
             f"{chief} can be reached, but nothing listens on that port",
-            "all is well if the chief has not been started yet; else it listens on another port, or a firewall refuses",
+            (
+                "this is normal if the chief has not started yet; otherwise it listens on another port, or a "
+                "firewall refuses"
+            ),
         )
     except OSError as error:
         fix = f"correct the chief's address in {origin}, or open the network and its firewalls to it"

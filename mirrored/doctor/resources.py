@@ -165,9 +165,7 @@ def check_disk(environ: Mapping[str, str]) -> Iterator[Finding]:
     except FileNotFoundError:
         yield problem("directory", "the current directory has been removed", "cd to one that exists")
         return
-    yield _check_folder(
-        "directory", here, "the current directory", "cd to a directory of your own, or free space there"
-    )
+    yield _check_folder("directory", here, "the current directory", "cd to a writable directory, or free space there")
     subject, fix = "temporary files", "point TMPDIR to a writable directory with free space"
     try:
         temporary = tempfile.gettempdir()
@@ -185,8 +183,8 @@ def check_disk(environ: Mapping[str, str]) -> Iterator[Finding]:
     if finding.severity is Severity.OK and len(temporary) > _LONGEST:
         finding = warning(
             subject,
-            f"{temporary} is a long path: mirrored.launch and data loaders' workers make sockets there, whose path "
-            "has 107 characters at most",
+            f"{temporary} is a long path: mirrored.launch and the worker processes of data loaders create "
+            "sockets in it, and the path of a socket has at most 107 characters",
             "point TMPDIR to a shorter one, such as /tmp",
         )
     yield finding

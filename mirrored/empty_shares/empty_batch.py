@@ -49,9 +49,9 @@ def empty_batch(collate: Callable[[list[Any]], Any], example: Any, tower: int) -
             raise _NoEmptyForm("nothing in it grows with the number of examples")
     except _NoEmptyForm as error:
         raise TypeError(
-            f"tower {tower}'s share of a batch has no examples, and what collate_fn returns cannot be made empty: "
-            f"{error}. Give distribute_dataset stand_in=True: then a tower without examples gets a batch of one that "
-            "counts nothing"
+            f"tower {tower}'s share of a batch has no examples, and the result of collate_fn cannot be made "
+            f"empty: {error}. Pass stand_in=True to distribute_dataset: a tower without examples then receives a "
+            "batch of one example that does not count"
         ) from None
     return nothing
 
@@ -131,7 +131,7 @@ class _Comparison:
 
     def _array(self, single: Any, double: Any, path: str) -> Any:
         if isinstance(single, Tensor) and single.is_nested:
-            raise _NoEmptyForm(f"{path} is a nested tensor, which cannot be cut")
+            raise _NoEmptyForm(f"{path} is a nested tensor, which cannot be split")
         if single.ndim != double.ndim:
             raise _NoEmptyForm(f"{path} has {single.ndim} dimensions with one example, and {double.ndim} with two")
         grown = [d for d in range(single.ndim) if double.shape[d] > single.shape[d]]
@@ -157,5 +157,5 @@ class _Comparison:
             if single is double or (not isinstance(single, (set, frozenset)) and bool(single == double)):
                 return single
         except Exception as error:  # whatever an object of the user's raises
-            raise _NoEmptyForm(f"{path} is a {kind}, which cannot be cut ({error})") from None
-        raise _NoEmptyForm(f"{path} is a {kind}, which cannot be cut")
+            raise _NoEmptyForm(f"{path} is a {kind}, which cannot be split ({error})") from None
+        raise _NoEmptyForm(f"{path} is a {kind}, which cannot be split")

@@ -111,9 +111,9 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
     kinds = {share.stand_in for share in shares if share.entries == entries}
     if len(kinds) != 1:
         raise ValueError(
-            f"tower {strategy.topology.index} has no examples of its own in a batch of this step but a stand-in, and "
-            f"whether {what}, of {entries} entries, was computed from it cannot be told: give the batch to "
-            "strategy.run in its args, or say batch=x, with a tensor x of the batch"
+            f"tower {strategy.topology.index} has only a stand-in in a batch of this step, and it is unknown "
+            f"whether {what}, of {entries} entries, was computed from it: pass the batch to strategy.run in its "
+            "args, or pass batch=x, with a tensor x of the batch"
         )
     return kinds.pop()
 
@@ -132,9 +132,10 @@ def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: Repli
     if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
         sizes = " and ".join(str(share.entries) for share in shares)
         raise ValueError(
-            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
-            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
-            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
+            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, and its distributed "
+            f"batch has {sizes}. A batch can be a stand-in (stand_in=True), which must not count, so name the "
+            "batch of the loss: batch=x, with a tensor x of the batch, or batch=() if the loss belongs to no "
+            "distributed batch"
         )
     return is_stand_in(replica.strategy, values, entries, "the loss", batch)
 

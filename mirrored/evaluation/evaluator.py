@@ -229,7 +229,7 @@ class Evaluator:
             try:
                 self._lock, is_new = take_lock(self._output / ".lock")
             except BlockingIOError:
-                text = f"another process evaluates into {self._output}; give each evaluation a name of its own"
+                text = f"another process evaluates into {self._output}; give each evaluation its own name"
                 raise CheckpointError(text) from None
             if is_new:
                 self._folder.clean()
@@ -288,7 +288,7 @@ class Evaluator:
             except (TypeError, ValueError, RuntimeError):
                 text = f"the evaluation returned {value!r} as {name!r}, but must return numbers by names, not {[*row]}"
                 announce(comm, call, error=TypeError(text))
-        agree(comm, call, {"what the evaluation returned, without strategy.reduce,": str(sorted(values.items()))})
+        agree(comm, call, {"the result of the evaluation, without strategy.reduce,": str(sorted(values.items()))})
         return values
 
     def _write(self, path: pathlib.Path, values: Mapping[str, float], chosen: Sequence[Exporter]) -> None:

@@ -109,7 +109,7 @@ def checkpoints_iterator(
         closes.set()
         thread.join()
         shutil.rmtree(own)
-    problem = f"no new checkpoint has come in {source.path} for {timeout_seconds:g} s"
+    problem = f"no new checkpoint in {source.path} for {timeout_seconds:g} s"
     if not count:
         raise CheckpointError(f"{problem}: is it the folder of the run's CheckpointManager, as this host sees it?")
     if source.note(ENDED) is None:

@@ -90,7 +90,7 @@ def _restore_in_turn(strategy: Strategy, callback: Any) -> None:
     """Let the chief restore first: it repairs a backup whose writing was interrupted."""
 
     def on_train_begin(logs: Any = None) -> None:
-        with read_in_turn(strategy, "what BackupAndRestore reads"):
+        with read_in_turn(strategy, "the files that BackupAndRestore reads"):
             type(callback).on_train_begin(callback, logs)
 
     callback.on_train_begin = on_train_begin
@@ -120,8 +120,8 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
         first = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
         if len(set(first)) > 1:
             raise DisagreementError(
-                f"BackupAndRestore goes on at epoch {first[0]} on tower 0, but not on all towers ({first}): its folder "
-                "has to be on a disk that all hosts share"
+                f"BackupAndRestore resumes at epoch {first[0]} on tower 0, but not on all towers ({first}): its "
+                "folder must be on a disk that all hosts share"
             )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -111,7 +111,7 @@ def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any =
         return original(x, y, sample_weight, **kwargs)
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
-            raise ValueError(f"{name} was given beside a {type(x).__name__}, whose batches have to hold it")
+            raise ValueError(f"{name} was given together with a {type(x).__name__}, whose batches must contain it")
     return _DistributedAdapter(distributed(running.strategy, x))
 
 
@@ -202,7 +202,7 @@ def _check_same(comm: Communicator, batch: Any) -> None:
     different = [tower for tower, other in enumerate(described) if other != described[0]]
     if different:
         raise DisagreementError(
-            f"the first batch of an epoch is another one on tower {different[0]} than on tower 0, but each tower keeps "
-            "its share of one and the same batch: seed what the data draws from a generator of its own (numpy's "
-            "default_rng(), tf.random), or take numbers from np.random, random and torch, which are equal on all towers"
+            f"the first batch of an epoch on tower {different[0]} differs from the one on tower 0, but each "
+            "tower keeps its share of the same batch: seed the data's own generators (numpy's default_rng(), "
+            "tf.random), or draw from np.random, random and torch, which are equal on all towers"
         )

@@ -85,12 +85,13 @@ def _probe(metric: Any, before: Sequence[Tensor], arguments: Any, step: Step) ->
     if _close(combined, whole, _TOLERANCE) or _close(result, expected, _TOLERANCE):
         return
     raise TypeError(
-        f"the metric {metric.name!r} ({type(metric).__name__}) of several towers would be wrong: of {2 * half} "
-        f"examples it gives {_text(expected)}, but {_text(result)} where two towers have half of them each and their "
-        "variables are combined by their aggregation. Sums and numbers of examples add up (aggregation='sum', the "
-        "default), 'mean' is for means over examples, and a function has to return one value for each example. For "
-        "anything else, such as a maximum, let update_state gather the examples of all towers (y_pred = "
-        "strategy.gather(y_pred)), and make the variables by self.add_variable(..., aggregation='only_first_replica')"
+        f"the metric {metric.name!r} ({type(metric).__name__}) would be wrong on several towers: for {2 * half} "
+        f"examples it returns {_text(expected)}, but {_text(result)} if two towers have half of them each and "
+        "their variables are combined by their aggregation. Sums and numbers of examples add up "
+        "(aggregation='sum', the default), 'mean' is for means over examples, and a function must return one "
+        "value for each example. For anything else, such as a maximum, let update_state gather the examples of "
+        "all towers (y_pred = strategy.gather(y_pred)), and create the variables with self.add_variable(..., "
+        "aggregation='only_first_replica')"
     )
 
 

@@ -168,9 +168,9 @@ def _check_equal(variable: Any, values: Tensor) -> None:
     """
     if not torch.allclose(values, values[:1].expand_as(values), rtol=1e-6, atol=0.0, equal_nan=True):
         raise TypeError(
-            f"the metric variable {variable.path!r} has aggregation='only_first_replica', which takes tower 0's value "
-            "for that of all towers, but they hold different ones, each of its own examples: let update_state gather "
-            "the examples of all towers (y_pred = strategy.gather(y_pred))"
+            f"the metric variable {variable.path!r} has aggregation='only_first_replica', which takes tower 0's "
+            "value for that of all towers, but the towers' values differ, because each has counted its own "
+            "examples: let update_state gather the examples of all towers (y_pred = strategy.gather(y_pred))"
         )
 
 
@@ -183,16 +183,16 @@ def _check(metric: Any) -> None:
     for each in getattr(metric, "metrics", None) or [metric]:
         if not each.variables and type(each).__module__.partition(".")[0] != "keras":
             raise TypeError(
-                f"the metric {each.name!r} ({type(each).__name__}) has no variables, so what the towers have counted "
-                "cannot be combined: keep its state in variables of self.add_variable(...), which says how to combine "
-                "them (aggregation='sum' or 'mean')"
+                f"the metric {each.name!r} ({type(each).__name__}) has no variables, so the towers' counts "
+                "cannot be combined: keep its state in variables of self.add_variable(...), with the "
+                "aggregation that combines them ('sum' or 'mean')"
             )
         for variable in each.variables:
             if variable.aggregation == "none":
                 raise TypeError(
-                    f"the variable {variable.path!r} of the metric {each.name!r} has aggregation='none', so what the "
-                    "towers have counted cannot be combined: make it by self.add_variable(..., aggregation='sum'), "
-                    "'mean' or 'only_first_replica'"
+                    f"the variable {variable.path!r} of the metric {each.name!r} has aggregation='none', so the "
+                    "towers' counts cannot be combined: create it with self.add_variable(..., "
+                    "aggregation='sum'), 'mean' or 'only_first_replica'"
                 )
         probe_first_update(each)
 

@@ -20,7 +20,7 @@ from mirrored.keras.patching import around
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 
-_waits = contextvars.ContextVar("whether those who read weights wait for all towers", default=True)
+_waits = contextvars.ContextVar("whether the readers of weights wait for all towers", default=True)
 _strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # which they keep alive
 
 

@@ -62,8 +62,9 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
     if training is None:
         if strategy_with_towers() is not None:
             raise MirrorError(
-                f"model.{call} of a model that was made outside of strategy.scope(): every tower would train one of "
-                "its own. Make and compile the model inside 'with strategy.scope():', or call strategy.mirror(model)"
+                f"model.{call} of a model that was created outside strategy.scope(): every tower would train a "
+                "separate model. Create and compile the model inside 'with strategy.scope():', or call "
+                "strategy.mirror(model)"
             )
         return None
     frame = current_frame()
@@ -71,19 +72,19 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
         raise RuntimeError(f"model.{call} was called inside strategy.run: call it outside, it runs its steps itself")
     if training.strategy.virtual_towers is not None:
         raise RuntimeError(
-            f"model.{call} cannot be cut into virtual towers: Keras' train_step makes one loss of all examples that it "
-            "is given, and steps its optimizer in the same call. Leave virtual_towers out, or train the model by a "
-            "function of your own with strategy.backward"
+            f"model.{call} cannot be split into virtual towers: Keras' train_step computes one loss of all "
+            "examples that it receives, and steps its optimizer in the same call. Omit virtual_towers, or train "
+            "the model with a custom function that calls strategy.backward"
         )
     if training.strategy.engine.attached(OptimizerSharder) is not None:
         raise RuntimeError(
-            f"model.{call} with shard_optimizer=True or in central storage: the steps of torch's optimizers are shared "
-            "out, Keras' are not. Leave shard_optimizer out, or use MirroredStrategy"
+            f"model.{call} with shard_optimizer=True or in central storage: the steps of torch's optimizers are "
+            "sharded, those of Keras are not. Omit shard_optimizer, or use MirroredStrategy"
         )
     if training.strategy.engine.local is not None:
         raise RuntimeError(
-            f"model.{call} with synchronize=: Keras evaluates between two synchronisations, when every tower has "
-            "parameters of its own. Leave synchronize out, or train the model by a function of your own"
+            f"model.{call} with synchronize=: Keras evaluates between two synchronisations, when the towers' "
+            "parameters differ. Omit synchronize, or train the model with a custom function"
         )
     return training
 
@@ -170,8 +171,9 @@ def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any],
         return arguments["callbacks"]
     if isinstance(arguments["x"], types.GeneratorType):
         raise ValueError(
-            "mirrored.keras.Checkpoints cannot go on in the middle of a Python generator, which cannot begin again: "
-            "give model.fit a keras.utils.PyDataset, arrays, or what strategy.distribute_dataset makes"
+            "mirrored.keras.Checkpoints cannot resume in the middle of a Python generator, which cannot "
+            "restart: give model.fit a keras.utils.PyDataset, arrays, or the result of "
+            "strategy.distribute_dataset"
         )
     others = [callback for callback in callbacks if callback not in saving]
     agreement = [callback for callback in others if isinstance(callback, tower_callbacks.Agreement)]

@@ -17,7 +17,7 @@ _REFUSED = {
     "central": "CentralStorageStrategy has one copy of the parameters: take MirroredStrategy",
     "shard_optimizer": "shard_optimizer=True shares out one step: leave one of the two out",
     "virtual_towers": "virtual_towers promise the same bits on any number of towers: leave one of the two out",
-    "nonfinite_gradients": "nonfinite_gradients={!r} has the towers tell each other of every backward: leave it out",
+    "nonfinite_gradients": "nonfinite_gradients={!r} needs communication in every backward: omit it",
 }
 
 
@@ -91,8 +91,8 @@ def checked(training: Mapping[str, Any], communication: CommunicationOptions) ->
             raise ValueError(f"with synchronize= every tower steps by itself, while {reason.format(training[name])}")
     if communication.wire_dtype != "same" and not isinstance(way, DiLoCo):
         raise ValueError(
-            f"wire_dtype={communication.wire_dtype!r} would round the parameters that LocalSGD averages: leave it out, "
-            "or take DiLoCo, which sends what the towers have changed"
+            f"wire_dtype={communication.wire_dtype!r} would round the parameters that LocalSGD averages: omit "
+            "it, or use DiLoCo, which sends the towers' changes"
         )
     chosen: LocalSGD | None = interceptor().averaging(way)
     return chosen

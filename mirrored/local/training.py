@@ -134,8 +134,8 @@ class LocalTraining:
             self._reminded = True
             if self._comm.index == 0:
                 log.info(
-                    "this run does not train, and comes between two synchronisations, when every tower has parameters "
-                    "of its own: to evaluate one model, call strategy.synchronize() before"
+                    "this run does not train, and takes place between two synchronisations, when the towers' "
+                    "parameters differ: to evaluate one model, call strategy.synchronize() before"
                 )
 
     # -- synchronisations --------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class ClusterCoordinator:
             TypeError: something in it cannot be pickled.
         """
         if any(isinstance(leaf, RemoteValue) for leaf in trees.leaves((args, kwargs or {}))):
-            raise TypeError("a RemoteValue cannot be an argument of schedule(); give what its fetch() returns")
+            raise TypeError("a RemoteValue cannot be an argument of schedule(); pass the result of its fetch()")
         with self._changed:
             self._raise_error()
             pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
@@ -162,7 +162,7 @@ class ClusterCoordinator:
             value._lost += 1
             if value._lost == _MOST_LOST:
                 error = RuntimeError(f"{_MOST_LOST} workers were lost in turn in one scheduled function: {lost}")
-            log.warning("worker %d (%s) was lost, and is started again", index, lost)
+            log.warning("worker %d (%s) was lost and is restarted", index, lost)
         except BaseException as raised:
             error = raised.with_traceback(None)  # which would keep the coordinator; the worker's is its cause
         with self._changed:

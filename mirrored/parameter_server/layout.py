@@ -115,8 +115,8 @@ def lay_out(
             shards = [*partitioner(shape, tensor.dtype)]
             if len(shards) != len(shape) or not 1 <= shards[0] <= shape[0] or any(n != 1 for n in shards[1:]):
                 raise ValueError(
-                    f"variable_partitioner cuts {name}, of shape {shape}, into {shards}, but variables are cut "
-                    "along dimension 0 only: it has to return [shards, 1, …], a number for each dimension"
+                    f"variable_partitioner splits {name}, of shape {shape}, into {shards}, but variables are "
+                    "split along dimension 0 only: it must return [shards, 1, …], a number for each dimension"
                 )
         cuts = [bounds(shape[0], shards[0], i) for i in range(shards[0])] if shards[0] > 1 else [(0, 0)]
         parts = tuple(Part(index, start, end, next(turn)) for start, end in cuts)

@@ -81,8 +81,8 @@ class Cluster:
             _start_ray(_node_ip_address=_ip_of(chief), _system_config=_HEALTH)
             if not wait_until(lambda: not self._missing(), timeout, pause=0.2):
                 raise StartupError(
-                    f"{', '.join(self._missing())} did not come within {timeout:.0f} s: start the script there, too, "
-                    "with the same TF_CONFIG but for its own task, or see there why it has ended"
+                    f"{', '.join(self._missing())} did not join within {timeout:.0f} s: start the script there, "
+                    "with the same TF_CONFIG except for the task, or look for the reason why it ended there"
                 )
         elif "RAY_ADDRESS" in os.environ:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
@@ -117,9 +117,9 @@ def _share_secret(resolver: ClusterResolver) -> None:
         return
     if not (token := os.environ.get(JOB_TOKEN)):
         raise StartupError(
-            f"the tasks of {resolver.origin} run code that they are sent, so they have to know each other by a secret: "
-            f"set {JOB_TOKEN} to the same text on all of them (openssl rand -hex 32). Where nobody else reaches them, "
-            "RAY_AUTH_MODE=disabled does without"
+            f"the tasks of {resolver.origin} run code that they receive, so they must share a secret: set "
+            f"{JOB_TOKEN} to the same value on all of them (openssl rand -hex 32). If no other process can reach "
+            "them, RAY_AUTH_MODE=disabled removes this requirement"
         )
     os.environ["RAY_AUTH_TOKEN"] = hashlib.sha256(token.encode()).hexdigest()
 
@@ -127,7 +127,7 @@ def _share_secret(resolver: ClusterResolver) -> None:
 def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
     """See [Note: tasks are nodes]."""
     if not wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5):
-        raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
+        raise StartupError(f"the chief did not connect to {chief} within {timeout:.0f} s: {task} at {address} ends")
     options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
     environment = {"RAY_AUTH_MODE": "token", **os.environ}  # which ray.init sets by itself, and Ray's command does not

@@ -84,9 +84,9 @@ class Servers:
                 answers[index] = result_of(answer, f"parameter server {index}")
             except ActorLostError as error:
                 raise ServerLostError(
-                    f"parameter server {index} ({error}) has ended, and with it {self._on(index)}. Start "
-                    "again by the same command, which goes on from the newest checkpoint; if nobody has killed it, see "
-                    "to its memory"
+                    f"parameter server {index} ({error}) has ended, and with it {self._on(index)}. Start the job "
+                    "with the same command again: it resumes from the newest checkpoint. If the server was not "
+                    "killed on purpose, check its memory"
                 ) from None
         return answers
 

@@ -150,8 +150,8 @@ class ParameterServerStrategy(OneDeviceStrategy):
             return references.dump((fn, args, kwargs, self.replica.conditions()), self._reference_of)
         except TypeError as error:
             raise TypeError(
-                f"{fn!r} cannot be sent to the workers with all that it refers to: {error}. What the scope has "
-                "made is sent as a reference; data come from create_per_worker_dataset"
+                f"{fn!r} cannot be sent to the workers with all objects that it refers to: {error}. Objects "
+                "created in the scope are sent as references; create data with create_per_worker_dataset"
             ) from None
 
     def call(self, index: int, pickled: bytes, meanwhile: Callable[[], None]) -> Any:

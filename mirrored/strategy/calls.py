@@ -61,8 +61,8 @@ class CheckedCalls:
         """
         if os.getpid() != self._pid:
             raise ForkedError(
-                f"{call} was called in a process that was forked after the strategy was made; it is no tower. "
-                "Use the strategy in the process that made it"
+                f"{call} was called in a process that was forked after the strategy was created and is not a "
+                "tower. Use the strategy in the process that created it"
             )
         current = current_frame()
         here: object = current.strategy if current is not None else self
@@ -156,8 +156,8 @@ def refuse_what_runs_later(fn: object, result: Any) -> None:
         result.close()  # else Python warns that nobody has awaited it
     name = getattr(fn, "__name__", type(fn).__name__)
     raise TypeError(
-        f"the function {name} of strategy.run returned a {kind}, whose body would run after strategy.run has returned, "
-        f"outside of the replica context. {way}"
+        f"the function {name} of strategy.run returned a {kind}. Its body would run after strategy.run has "
+        f"returned, outside the replica context. {way}"
     )
 
 

@@ -244,6 +244,7 @@ class Gradients(CheckedCalls):
         for i, tensor in enumerate(tensors):
             if self.known_shares.get(tensor) is not None:
                 raise ValueError(
-                    f"{call}: input {i}, of shape {tuple(tensor.shape)}, is this tower's share of a batch, whose "
-                    "gradient belongs to its own examples; take it by torch.autograd.grad"
+                    f"{call}: input {i}, of shape {tuple(tensor.shape)}, is this tower's share of a batch. The "
+                    "gradient with respect to it belongs to this tower's examples; compute it with "
+                    "torch.autograd.grad"
                 )

@@ -203,11 +203,11 @@ class OptimizerGuard:
             name = slot.name if slot is not None else self._recorder.name_of(unaveraged[0])
             more = f" and {len(unaveraged) - 1} more" if len(unaveraged) > 1 else ""
             raise MirrorError(
-                f"{kind}.step() on tower {tower} on gradients that no backward() has averaged over the towers since "
-                f"its last step ({name}{more}). loss.backward() averages them, inside strategy.run. "
+                f"{kind}.step() on tower {tower} uses gradients that no backward() has averaged over the towers "
+                f"since its last step ({name}{more}). loss.backward() inside strategy.run averages them. "
                 "torch.autograd.grad does not: call strategy.grad(loss, parameters) instead, or "
-                "strategy.average_gradients(parameters) when gradients were put into .grad. (A backward() that is "
-                f"compiled with {TRACED_AUTOGRAD} calls no hooks, ours neither)"
+                "strategy.average_gradients(parameters) after gradients were assigned to .grad. (A backward() "
+                f"that is compiled with {TRACED_AUTOGRAD} calls no hooks, and so does not average)"
             )
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:

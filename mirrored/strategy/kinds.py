@@ -197,8 +197,8 @@ def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -
         return options
     if options.implementation not in ("auto", "host"):
         raise ValueError(
-            f"devices names {', '.join(map(str, named))}: towers that share a device average through the host, but "
-            f"implementation is {options.implementation!r}; leave it out, or give each tower a device of its own"
+            f"devices names {', '.join(map(str, named))}: towers that share a device average through the host, "
+            f"but implementation is {options.implementation!r}; omit it, or give each tower its own device"
         )
     return dataclasses.replace(options, implementation="host")
 

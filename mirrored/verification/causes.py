@@ -10,7 +10,9 @@ from mirrored.verification.compare import RunComparison
 from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
 from mirrored.verification.trace import Draw, RunCall, Sketch, Trace, comparable
 
-_ON_ALL_TOWERS = "change it on all towers alike: not under `if strategy.is_chief:`, and not by values that differ"
+_ON_ALL_TOWERS = (
+    "change it identically on all towers: not under `if strategy.is_chief:`, and not with values that differ"
+)
 
 # -- scripts that fail, or make no step ------------------------------------------------------------------
 
@@ -49,7 +51,7 @@ def failure(comparison: RunComparison) -> Explanation | None:
         if last.foreign:
             return Explanation(
                 Cause.OUTSIDE_SCOPE,
-                f"{first_names(last.foreign)} was made outside of strategy.scope(), so its gradient is each tower's "
+                f"{first_names(last.foreign)} was created outside strategy.scope(), so its gradient is each tower's "
                 f"own, and {step} would let the towers drift apart; the script runs on one tower",
                 "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the "
                 "first run",
@@ -58,8 +60,8 @@ def failure(comparison: RunComparison) -> Explanation | None:
         if last.unsynced:
             return Explanation(
                 Cause.STEP_BEFORE_AVERAGING,
-                f"{step} comes before the gradients are averaged: that of {last.unsynced[0]} was accumulated under "
-                "strategy.no_sync(), which changes nothing on one tower",
+                f"{step} runs before the gradients are averaged: that of {last.unsynced[0]} was accumulated "
+                "under strategy.no_sync(), which has no effect on one tower",
                 "let the last backward before the step run outside of no_sync(); the step may stay where it is",
                 error,
             )
@@ -78,9 +80,12 @@ def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
     """The script fails on so many towers only where it is recorded: that is no fault of the script."""
     return Explanation(
         Cause.FAILS_WHEN_WATCHED,
-        f"nothing can be said of this script. It runs on {plural(towers, 'tower')}, but not while verify watches its "
+        f"this script cannot be compared. It runs on {plural(towers, 'tower')}, but not while verify watches its "
         f"calls of torch: {failed.what}",
-        "leave what fails out of the comparison, for example by an argument of the script; it may well be right",
+        (
+            "exclude the failing part from the comparison, for example with an argument of the script; it may well "
+            "be right"
+        ),
         failed.shown_by,
     )
 
@@ -128,7 +133,7 @@ def drift(many: Sequence[Trace]) -> Explanation | None:
             if foreign:
                 return Explanation(
                     Cause.OUTSIDE_SCOPE,
-                    f"{first_names(foreign)} was made outside of strategy.scope(), and differs between the towers from "
+                    f"{first_names(foreign)} was created outside strategy.scope(), and differs between the towers from "
                     f"step {at + 1} on",
                     "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module)",
                     f"compared bit by bit at step {at + 1}",
@@ -168,7 +173,7 @@ def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] |
             by = f", by line {line}" if line is not None else ""
             return Explanation(
                 Cause.CHANGED_ON_ONE_TOWER,
-                f"tower {', '.join(map(str, towers))} alone changes {parameter} after step {at}, outside of the "
+                f"tower {', '.join(map(str, towers))} alone changes {parameter} after step {at}, outside the "
                 f"optimizer{by}; from then on the towers are no longer mirror images",
                 _ON_ALL_TOWERS,
             )
@@ -188,10 +193,10 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
             if differing:
                 return Explanation(
                     Cause.CHANGED_ON_ONE_TOWER,
-                    f"the towers evaluate {name} after step {steps}, but it is not the same on all of them: they "
-                    f"differ in {first_names(differing)}, although training is the same. An average of the weights "
-                    "that the chief alone updates, for example, stays on the other towers what it was in the beginning",
-                    "update it on all towers alike, or use it on the chief alone",
+                    f"the towers evaluate {name} after step {steps}, but it differs between them: they differ in "
+                    f"{first_names(differing)}, although training is the same. An average of the weights that "
+                    "only the chief updates, for example, keeps its initial values on the other towers",
+                    "update it identically on all towers, or use it on the chief alone",
                     "compared bit by bit where it was called",
                 )
     return None
@@ -203,11 +208,11 @@ def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
         if one.pairs.get(line, examples) != examples:
             return Explanation(
                 Cause.PAIRS_OF_EXAMPLES,
-                f"{what}. The script compares examples of a batch with each other{at_line(line)}: {one.pairs[line]} on "
-                f"one tower, {examples} of a share. Such a loss is no mean over examples",
+                f"{what}. The script compares examples of a batch with each other{at_line(line)}: "
+                f"{one.pairs[line]} on one tower, {examples} of a share. Such a loss is not a mean over examples",
                 "compare each with the examples of all towers: the replica context's all_gather brings them together, "
                 "and is differentiable (docs/how-to/recipes.md#contrastive-losses)",
-                "the shape of what that line makes; no factor makes the losses equal",
+                "the shape of that line's result; no factor makes the losses equal",
             )
     return None
 
@@ -227,8 +232,9 @@ def shared_stream(many: Sequence[Trace]) -> Explanation | None:
                     Cause.SHARED_RANDOM_STREAM,
                     f"at step {calls[0].steps + 1} {first.by}{at_line(first.line)} draws the same random numbers on "
                     f"all {len(many)} towers: each of them drops or adds the same for its own, different examples",
-                    "do not seed the generators inside or between the calls of run (torch.manual_seed and the like): "
-                    "the strategy gives each tower a stream of its own; MirroredStrategy(seed=…) makes it repeatable",
+                    "do not seed the generators inside or between the calls of run (torch.manual_seed and the "
+                    "like): the strategy gives each tower its own stream; MirroredStrategy(seed=…) makes it "
+                    "repeatable",
                     "the generators of all towers were in the same state at that moment",
                 )
     return None
@@ -261,8 +267,9 @@ def other_data(comparison: RunComparison) -> Explanation | None:
         if batch not in received and seen != alone and not seen - alone:
             return Explanation(
                 Cause.SHARDED_TWICE,
-                f"at {step} the model sees {seen.total()} examples on {towers} towers, but {alone.total()} on one: "
-                "the batch given to run is this tower's share already, and the function that run calls cuts it again",
+                f"at {step} the model receives {seen.total()} examples on {towers} towers, but {alone.total()} "
+                "on one: the batch given to run is this tower's share already, and the function that run calls "
+                "splits it again",
                 "use the whole batch that run was given",
                 "the examples given to run are the same; those given to the model are a part of them",
             )
@@ -275,9 +282,9 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
         if alone != each and abs(each * towers - alone) < towers:
             return Explanation(
                 Cause.SHARDED_TWICE,
-                f"the data is cut twice: the dataset given to distribute_dataset has {each} examples on each of "
-                f"{towers} towers, but {alone} on one, and what each tower holds is shared out again, so that "
-                f"most examples are never seen (first at {step})",
+                f"the data is split twice: the dataset given to distribute_dataset has {each} examples on each "
+                f"of {towers} towers, but {alone} on one, and each tower's part is split again, so that most "
+                f"examples are never used (first at {step})",
                 "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself",
                 f"the examples of {step} are other ones: {missing} of one tower's {batch.total()} reach no tower",
             )
@@ -288,7 +295,7 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
         Cause.OTHER_DATA,
         f"{step} is computed on other examples: {sizes}; {missing} of one tower's examples reach no tower, and "
         f"{(together - batch).total()} of the towers' are not in one tower's batch",
-        "share the data out with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not "
+        "distribute the data with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not "
         "depend on the number of towers",
         "a comparison of the examples given to run, bit by bit",
     )
@@ -311,7 +318,7 @@ def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
         return None
     one = comparison.one.steps[at].buffers[names[0]]
     sketches = [b for trace in comparison.many if (b := trace.steps[at].buffers.get(names[0])) is not None]
-    what = f"{first_names(names)} after step {at + 1} is not what one tower has"
+    what = f"{first_names(names)} after step {at + 1} differs from one tower's"
     if len({sketch.digest for sketch in sketches}) > 1:
         towers, relation = len(comparison.many), _together(one, sketches)
         what += f": a buffer that each of the {towers} towers computes from its own examples{relation}"

@@ -82,7 +82,7 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
     if strict.exact and strict.first is not None:
         return shown, [_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}")]
     if strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
-        return shown, [_rounding("what reduce and gather return")]
+        return shown, [_rounding("the results of reduce and gather")]
     return shown, []
 
 
@@ -115,7 +115,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
     pair = differing_result(comparison, _alone(rerun, _NONE))
     if pair is None:
         return None
-    what = f"what {pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
+    what = f"the result of {pair[1].call}{at_line(pair[1].line)} after step {pair[1].steps} differs"
     return _random(comparison, what, pair[1].steps) or proven_causes.reported_value(comparison, pair, proven)
 
 
@@ -142,7 +142,7 @@ def _rounding(what: str) -> Explanation:
     return Explanation(
         Cause.ROUNDING,
         f"{what} differs in its last bits only: several towers add up in another order than one",
-        "for the same bits on any number of towers use virtual towers, else compare without --exact",
+        "for the same bits on any number of towers use virtual towers, otherwise compare without --exact",
         "within the tolerance all is equal",
     )
 
@@ -236,8 +236,8 @@ def _unexplained(
     return Explanation(
         Cause.UNKNOWN,
         f"{what}.{made} Ruled out: {'; '.join(_ruled_out(comparison, at, tried))}",
-        "look for what depends on the number of towers or on the size of the share: num_replicas_in_sync, len(x), "
-        "statistics over the batch, a state that each tower keeps for itself",
+        "look for code that depends on the number of towers or on the size of the share: num_replicas_in_sync, "
+        "len(x), statistics over the batch, a state that each tower keeps for itself",
     )
 
 
@@ -251,8 +251,9 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
         Cause.RANDOM_IN_RUN,
         f"{what}, and {local.by}{at_line(local.line)} draws random numbers inside run: {len(comparison.many)} "
         "towers draw others than one, as they should, so this script cannot be compared",
-        "draw them in the dataset, where they are seeded per example, or leave them out for the comparison; what mixes "
-        "the examples of a batch is the same on any number of virtual towers (docs/how-to/recipes.md#mixup)",
+        "draw them in the dataset, where they are seeded per example, or exclude them from the comparison; an "
+        "operation that mixes the examples of a batch is the same on any number of virtual towers "
+        "(docs/how-to/recipes.md#mixup)",
     )
 
 
@@ -267,7 +268,7 @@ def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions
         "the learning rates are equal": one.rates == many.rates,
         **{f"multiplying each tower's loss by {factor} does not help": True for factor in factors},
         "padding the shares as the batch is does not help": any(each.padding for each in tried),
-        "leaving out what changes gradients before they are averaged does not help": any(
+        "excluding the changes to gradients before they are averaged does not help": any(
             each.skip_local_changes for each in tried
         ),
         "global batch norm statistics do not help": statistics,

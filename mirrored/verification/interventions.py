@@ -26,7 +26,7 @@ class LossFactor(enum.Enum):
 
     NONE = "one"
     SHARE = "towers · its examples / all examples"
-    DIVISOR = "towers · what it is divided by / the sum of that over the towers"
+    DIVISOR = "towers · its divisor / the sum of the divisors over the towers"
     TOWERS = "the number of towers"
     BOTH = "towers · towers · its examples / all examples"
     INVERSE = "all examples / its examples"  # of a sum in Keras' fit, which weighs by examples

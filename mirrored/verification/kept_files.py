@@ -58,9 +58,9 @@ def not_comparable(files: Sequence[str]) -> Explanation:
     """The explanation where runs have read these files of earlier runs."""
     return Explanation(
         Cause.NOT_COMPARABLE,
-        "nothing can be said of this script: a run of verify read what an earlier one had left, so they did not start "
-        f"alike: {first_names(files)}",
-        "leave out what writes or reads them (a backup, a checkpoint, a cache), for example by an argument of the "
-        "script, or let the script begin with new files",
+        "this script cannot be compared: a run of verify read files that an earlier one had left, so the runs "
+        f"did not start from the same state: {first_names(files)}",
+        "exclude the code that writes or reads them (a backup, a checkpoint, a cache), for example with an "
+        "argument of the script, or let the script start with new files",
         "the times at which the files were written",
     )

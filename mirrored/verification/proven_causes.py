@@ -49,16 +49,16 @@ def proven(
                 f"batch norm ({first_names(many[0].steps[at].batch_norms)}) takes the statistics of each tower's own "
                 f"examples, not those of the global batch, from step {at + 1} on",
                 BATCH_NORM_FIX,
-                f"a further run whose batch norms took the statistics of all towers' examples: {outcome}",
+                f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
             )
         )
     if now.padding and not before.padding and (lengths := padded_lengths(comparison, at)) is not None:
         causes.append(
             Explanation(
                 Cause.PADDING,
-                f"padding counts: in step {at + 1} one tower pads the batch to {lengths[0]} entries, and {len(many)} "
-                f"towers pad their shares to {_and(lengths[1])}, on which depends what is computed: the model sees the "
-                "padding, or a mean divides by it",
+                f"padding counts: in step {at + 1} one tower pads the batch to {lengths[0]} entries, and "
+                f"{len(many)} towers pad their shares to {_and(lengths[1])}, and the result depends on the "
+                "padding: the model reads it, or a mean divides by it",
                 "keep padding out of the model (a mask, packed sequences) and of means: "
                 "(losses * mask).sum(1) / mask.sum(1), not losses.mean(1)",
                 f"a further run in which every share was padded as one tower's batch is: {outcome}",
@@ -171,17 +171,17 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
         shares = shares_of_backward(many, at)
         even = "; with the even shares of the steps before it, it is" if at else ""
         what = (
-            f"{made}: the mean over this tower's own examples. In step {at + 1} the batch of {shares[0][1]} is cut "
-            f"into shares of {_and([local for local, _ in shares])}, and a mean of their means is not the mean of the "
-            f"batch{even}"
+            f"{made}: the mean over this tower's own examples. In step {at + 1} the batch of {shares[0][1]} is "
+            f"split into shares of {_and([local for local, _ in shares])}, and a mean of their means is not the "
+            f"mean of the batch{even}"
         )
         return Explanation(Cause.LOCAL_MEAN, what, fix, shown)
     if factor is LossFactor.DIVISOR:
         divisors = uneven_divisors(many, at)
         return Explanation(
             Cause.LOCAL_MEAN,
-            f"{made}. In step {at + 1} the towers divide theirs by {_and(divisors)}, each by the number or weight of "
-            "its own values (tokens, for example), and a mean of their means is not the mean over all "
+            f"{made}. In step {at + 1} the towers divide theirs by {_and(divisors)}, each by the number or "
+            "weight of its own values (tokens, for example), and a mean of their means is not the mean over all "
             f"{sum(divisors):g}",
             "give the losses (reduction='none') to mirrored.compute_average_loss(losses, sample_weight=mask, "
             "denominator='weights'), which divides by the weight of all towers' values",
@@ -198,7 +198,7 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
         cause, what = Cause.SUM_OVER_GLOBAL_BATCH, f"a sum is right where gradients are added up; here {what}"
     if _is_sum(term) and not scaled:
         fix += ", and raise the learning rate, if it was chosen for a sum"
-        cause, what = Cause.SUM_LOSS, f"the sum over all examples becomes 1/{towers} of what it is on one tower"
+        cause, what = Cause.SUM_LOSS, f"the sum over all examples becomes 1/{towers} of the one on one tower"
     return Explanation(cause, f"{averaged}: {what}", fix, shown)
 
 
@@ -287,7 +287,7 @@ def reported_value(
     elif "sum" in together.call and len(shares) > 1:
         fix = "give the part of the loss that does not depend on the batch to mirrored.scale_regularization_loss"
     what = f"training is equal, but {differs}"
-    return Explanation(Cause.REPORTED_VALUE, what, fix, "a comparison of what the calls return")
+    return Explanation(Cause.REPORTED_VALUE, what, fix, "a comparison of the calls' results")
 
 
 def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:

@@ -14,16 +14,16 @@ from mirrored.verification.trace import Raised
 _WIDTH = 100
 
 _ROUNDING = (
-    "The towers differ by no more than a few times what a further run on one tower did, in which the results of all "
-    "modules were moved in their last bits."
+    "The difference between the towers is at most a few times that of a further run on one tower, in which the "
+    "last bits of all modules' results were changed."
 )
 
 _NOTES = (
     "Dropout is left out of both runs: several towers draw other numbers than one, as they should.",
-    "Random numbers that run draws come from one stream in both runs, cut like the batch.",
+    "Random numbers that run draws are one stream in both runs, split like the batch.",
     "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
-    "All gradients are averaged in every step of both runs, and exactly: synchronize= or compression= is left out, and "
-    "what it changes is not compared.",
+    "All gradients are averaged in every step of both runs, and exactly: synchronize= or compression= is "
+    "ignored, and its effect is not compared.",
 )
 
 BATCH_NORM_FIX = (
@@ -168,16 +168,16 @@ class VerificationReport:
         if self.ended is not None:
             where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
             text = (
-                f"{where}. What follows was not compared. It may want the whole loop, which verify ends after the last "
-                "step: --steps compares more. Otherwise the script fails without verify, too."
+                f"{where}. The rest was not compared. The script may need the whole loop, which verify ends "
+                "after the last step: --steps compares more. Otherwise the script fails without verify, too."
             )
             lines += ["", *_wrapped("The script ends in ", text)]
         if self.equal:
             lines += ["", *self._equality(limit)]
         if self.unreached and self.equal:
             text = (
-                f"verify ends the script when it wants to go on after {steps}, and no evaluation came before that. "
-                "What comes later was not compared: more --steps, or fewer in the script, reach it."
+                f"verify ends the script when it tries to continue after {steps}, and no evaluation ran before "
+                "that. The rest was not compared: use more --steps, or fewer in the script."
             )
             lines += ["", *_wrapped("Not reached: ", text)]
         for explanation in self.findings:

@@ -98,7 +98,7 @@ def verify(
         raise ValueError(f"towers is {towers}, but devices names {len(chosen)}")
     name = os.fspath(script)
     if not module and not os.path.isfile(name):
-        raise FileNotFoundError(f"there is no file {name}")
+        raise FileNotFoundError(f"the file {name} does not exist")
     file, threads = _module_file(name) if module else name, machine.threads_per_tower(towers)
     job = ScriptJob(file, tuple(args), name if module else None, steps, chosen, threads, timeout, show_output)
 
@@ -141,7 +141,7 @@ def _module_file(name: str) -> str:
         folders = spec.submodule_search_locations if spec is not None else None
         spec = PathFinder.find_spec(".".join([top, *inner[: at + 1]]), folders or ())
     if spec is None:
-        raise FileNotFoundError(f"there is no module {name}")
+        raise FileNotFoundError(f"the module {name} does not exist")
     return spec.origin or ""
 
 

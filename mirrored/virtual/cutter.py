@@ -50,14 +50,16 @@ class Cutter:
         entries = len(value)
         if entries != (share.local if share is not None else local):
             raise ValueError(
-                f"strategy.backward was given {_described(value)}, but this tower's share has {local} examples, so it "
-                "cannot be cut into virtual towers; what has no entry for each example, let loss_fn take from outside"
+                f"strategy.backward was given {_described(value)}, but this tower's share has {local} examples, "
+                "so it cannot be split into virtual towers; let loss_fn take values without an entry for each "
+                "example from outside"
             )
         if share is None and self._pieces and not derived:
             raise ValueError(
-                f"strategy.backward was given {_described(value)}, which is not one of the batch's own: a batch of a "
-                "collate_fn is collated anew for every virtual tower, so that padding and random choices do not depend "
-                "on the number of towers. Give the batch's own tensors to strategy.backward, and change them in loss_fn"
+                f"strategy.backward was given {_described(value)}, which is not one of the batch's own: with a "
+                "collate_fn, every virtual tower collates its own examples, so that padding and random choices "
+                "do not depend on the number of towers. Give the batch's own tensors to strategy.backward, and "
+                "change them in loss_fn"
             )
         start, end = self._cut.parts_of(entries)[index]
         return value[start:end]

@@ -67,7 +67,8 @@ class Buffer:
         if registered is None or not self.fits(registered):
             raise MirrorError(
                 f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self._shape)}, and the forward of a "
-                "virtual tower made something else of it: all virtual towers of a step start from the same buffers"
+                "virtual tower changed its dtype or shape: all virtual towers of a step start from the same "
+                "buffers"
             )
         return registered
 

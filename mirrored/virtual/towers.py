@@ -135,7 +135,7 @@ class VirtualTowers:
     ) -> Tensor:
         """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
         if not batch:
-            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
+            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to split into virtual towers")
         local = self._known.local_examples(batch)
         if is_stand_in(replica.strategy, batch, local, "the batch"):
             local = 0

@@ -311,7 +311,7 @@ def check_changed_bit(results: list[Any]) -> None:
     assert run == 18  # where the check after the one that found it is due
     words = "parameter Linear.weight is no longer the same on all towers: tower 0 differs from tower 1."
     assert later.startswith(words)
-    assert "when run 12 began; the towers were equal when run 10 began" in later
+    assert "at the start of run 12; the towers were equal at the start of run 10" in later
     assert at_once.startswith(words)
 
 

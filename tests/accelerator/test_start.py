@@ -57,7 +57,7 @@ def test_a_job_goes_on_without_a_device_that_is_lost(tmp_path: pathlib.Path) -> 
     script = str(ROOT / "tests" / "programs" / "simulated_restarts.py")
     result = run_command([*words, script, str(tmp_path)], env=variables, code=0)
     assert result.stdout == "2 after step 0\n1 after step 2\nhas ended after step 6\n"
-    assert "towers: 1 of 2 towers go on, on the devices that are left\n" in result.stderr
+    assert "mirrored: 1 of 2 towers continue, on the devices that are left\n" in result.stderr
 
 
 def test_verify() -> None:

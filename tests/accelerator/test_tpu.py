@@ -71,7 +71,7 @@ def test_wrong_starts() -> None:
     assert f"{ADDRESSES} is not set: start by 'python' or" in unprepared.stderr
     lost = run_program([SCRIPT], env={**variables_of("tpu"), **HOSTS}, code=1)
     why = "expected nnodes to match the number of hosts in TPU_WORKER_HOSTNAMES, got 1"
-    assert lost.stderr.startswith(f"towers: torch_tpu cannot start 2 towers on this host: {why}")
+    assert lost.stderr.startswith(f"mirrored: torch_tpu cannot start 2 towers on this host: {why}")
 
 
 @pytest.mark.extended

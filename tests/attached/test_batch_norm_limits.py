@@ -112,7 +112,7 @@ def local_forwards(strategy: mirrored.Strategy) -> list[str]:
         strategy.run(layer, args=(random(2, 3, 2, 2),))
     patched = nn.BatchNorm2d(3)
     patched.forward = patched.forward
-    with pytest.raises(TypeError, match="a BatchNorm2d of 3 features with a forward that was put on the object"):
+    with pytest.raises(TypeError, match="of 3 features, because a forward method was assigned to the object"):
         strategy.mirror(patched, sync_batch_norm=True)
     assert F.batch_norm is original
     return texts
@@ -121,7 +121,7 @@ def local_forwards(strategy: mirrored.Strategy) -> list[str]:
 def test_forwards_that_normalise_in_a_way_of_their_own_are_refused() -> None:
     for texts in towers(local_forwards):
         for text, kind in zip(texts, ("Ghost", "ByHand", "ByTheOperator"), strict=True):
-            assert text.startswith(f"Sync{kind}: the forward of {kind} takes the statistics of a batch in a way of its")
+            assert text.startswith(f"Sync{kind}: the forward of {kind} computes the batch statistics without")
 
 
 def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_towers_at_different_layers_are_told(setting: str) -> None:
     texts, others = towers(meet_in_different_places, settings=SETTINGS[setting])
     assert texts == others
     for text, (first, second) in zip(texts, PLACES, strict=True):
-        assert text.startswith(f"the towers do different things: tower 0 goes {first}, tower 1 goes {second}; every")
+        assert text.startswith(f"the towers made different calls: tower 0 goes {first}, tower 1 goes {second}; every")
 
 
 def wrong_channels(strategy: mirrored.Strategy) -> str:

@@ -132,7 +132,7 @@ def test_one_bit_of_one_tower_is_found_and_named() -> None:
     text = error_of(change_one_bit, 5, count=3)
     assert text.startswith(
         "parameter Net.first.weight is no longer the same on all towers: tower 2 differs from towers 0 and 1. This is "
-        "how it was when run 10 began; the towers were equal when run 2 began."
+        "how it was at the start of run 10; the towers were equal at the start of run 2."
     )
 
 
@@ -156,7 +156,7 @@ def test_what_one_tower_did_alone_is_found(change: Change, words: str) -> None:
 def test_all_towers_may_differ() -> None:
     text = error_of(change_all, 2, 2, count=3)
     assert "Net.second.bias is no longer the same on all towers: it is different on every tower." in text
-    assert "run 2 began. Look for" in text
+    assert "run 2. Look for" in text
 
 
 @pytest.mark.parametrize(("hosts", "settings"), [("aab", {}), ("aa", GLOO), ("aa", {"shard_optimizer": True})])
@@ -170,21 +170,21 @@ def test_several_hosts_gloo_and_parameters_of_a_sharded_optimizer(hosts: str, se
 def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementation: str) -> None:
     communication = mirrored.CommunicationOptions(implementation=implementation)
     settings = {"communication": communication, "shard_optimizer": True}
-    words = r"tower 1 comes to run\(\) number 2"
+    words = r"tower 1 reaches run\(\) number 2"
     all_raise(mirrored.DisagreementError, words, train, step_alone, 2, 2, settings=settings)
 
 
 def test_a_check_may_be_read_later() -> None:
     text = error_of(swap_values, 40, 60, False, True, mirror_check_interval=40)
-    assert "This is how it was when run 40 began; the towers were equal when run 10 began." in text
+    assert "This is how it was at the start of run 40; the towers were equal at the start of run 10." in text
     assert runs_checked(swap_values, 41, 50, False, True, mirror_check_interval=40) == [2, 10, 20, 40, 50]
 
 
 def test_checking_at_once() -> None:
     text = error_of(swap_values, 5, 5, True)
-    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in text
+    assert "tower 0 differs from tower 1. This is how it was after the start of run 4" in text
     text = error_of(swap_values, 5, 5, True, mirror_check_interval=None)
-    assert "after run 4 had begun. Look for" in text
+    assert "after the start of run 4. Look for" in text
 
 
 def test_when_towers_check() -> None:
@@ -202,7 +202,7 @@ def test_when_towers_check() -> None:
 def test_every_250th_run_by_default() -> None:
     for change in (change_one_bit, halve_the_rate):
         text = error_of(change, 251, 510)
-        assert "when run 500 began; the towers were equal when run 250 began" in text
+        assert "at the start of run 500; the towers were equal at the start of run 250" in text
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, 2.0, "10"])
@@ -314,8 +314,8 @@ def test_what_no_optimizer_steps_has_to_be_equal_too() -> None:
     words = r"^parameter Linear\[1\].weight is no longer the same on all towers: tower 0 differs from"
     text, _ = all_raise(mirrored.MirrorError, words, average_on_the_chief, same=True)
     assert "an average of parameters (EMA)" in text
-    assert "when run 2 began" in text
-    assert "make outside the scope" in text
+    assert "at the start of run 2" in text
+    assert "outside the scope" in text
 
 
 def become_nan(strategy: mirrored.Strategy) -> list[str]:
@@ -337,5 +337,6 @@ def test_parameters_that_are_nan_are_said_once() -> None:
     [message], nothing = towers(become_nan)
     assert nothing == []
     assert message.startswith(
-        "parameter Linear.weight holds nan on all towers, and 1 more parameters are not finite, found when run 2 began."
+        "parameter Linear.weight contains nan on all towers, and 1 more parameters are not finite, found at the start "
+        "of run 2."
     )

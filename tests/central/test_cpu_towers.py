@@ -321,8 +321,8 @@ def test_what_is_refused_by_name() -> None:
     texts = towers(refused, settings=CENTRAL)
     assert texts[0] == texts[1]
     momentum, fused, adafactor, replacing, device, argument = texts[0]
-    assert "it holds parameter ModuleList.0.weight, whose gradients are sparse, together with momentum" in momentum
-    assert "it holds parameter ModuleList.0.weight, whose gradients are sparse, together with fused" in fused
+    assert "it holds parameter ModuleList.0.weight, with sparse gradients, together with momentum" in momentum
+    assert "it holds parameter ModuleList.0.weight, with sparse gradients, together with fused" in fused
     assert "Replacing number 3: it gives parameters other memory (p.data = …), but has to update them" in replacing
     assert "CentralStorageStrategy cannot shard Adafactor.step()" in adafactor
     assert "cuda:7 asked for, but this process sees no GPU" in device

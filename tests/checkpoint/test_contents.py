@@ -290,7 +290,7 @@ def count_a_step_on_the_chief_alone(strategy: mirrored.Strategy, folder: pathlib
 @pytest.mark.row(81)
 def test_a_step_that_the_chief_alone_counts(folder: pathlib.Path) -> None:
     """As under ``if strategy.is_chief:``, from the first step on, or in a later one alone."""
-    words = r"called different things: tower 1 strategy\.barrier\(\), tower 0 CheckpointManager\.step\(\)"
+    words = r"made different calls: tower 1 strategy\.barrier\(\), tower 0 CheckpointManager\.step\(\)"
     all_raise(mirrored.DisagreementError, words, count_a_step_on_the_chief_alone, folder, 0)
     _, other = failures(count_a_step_on_the_chief_alone, folder, 1)
     assert "tower 1 strategy.barrier(), and tower 0 something else" in str(other)

@@ -156,7 +156,7 @@ def test_a_pickle_with_right_checksums_is_never_unpickled(folder: pathlib.Path) 
     shutil.rmtree(place)
     Folder(folder, disk).write(name_of(0), manifest, [memoryview(pickle.dumps(Bomb()))])
     with pytest.raises(
-        mirrored.CheckpointError, match=r"tensors\.safetensors cannot be read: it is no safetensors file"
+        mirrored.CheckpointError, match=r"tensors\.safetensors cannot be read: it is not a safetensors file"
     ):
         manager.restore(name_of(0))
     assert not os.path.exists(BOMBED)

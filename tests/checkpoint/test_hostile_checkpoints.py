@@ -308,16 +308,19 @@ def counted(path: str, updates: Any = 1, **state: Any) -> Callable[[dict[str, An
 
 
 NOT_COUNTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "an attribute of a model": ("'placed' is no metric here", counted("placed", secret=torch.ones(1))),
-    "an attribute of the whole": ("'' is no metric here", counted("", training=torch.ones(1))),
+    "an attribute of a model": ("'placed' is a metric in the checkpoint, but", counted("placed", secret=torch.ones(1))),
+    "an attribute of the whole": ("'' is a metric in the checkpoint, but", counted("", training=torch.ones(1))),
     "a method of a metric": ("the metric 'mean' has no state 'update'", counted("mean", update=torch.ones(1))),
     "the states of a metric": ("the metric 'mean' has no state '_defaults'", counted("mean", _defaults=[])),
-    "a metric that is not here": ("'other' is no metric here", counted("other", mean_value=torch.ones(1))),
+    "a metric that is not here": (
+        "'other' is a metric in the checkpoint",
+        counted("other", mean_value=torch.ones(1)),
+    ),
     "a text for a number": ("'mean_value' .* is saved as a str", counted("mean", mean_value="x")),
     "a text for updates": ("saved after 'x' updates", counted("mean", "x", mean_value=torch.ones(()))),
     "updates below none": ("saved after -1 updates", counted("mean", -1, mean_value=torch.ones(()))),
-    "no state": ("saved as no dict", in_state("more", "mirrored.metrics", value={"mean": {"updates": 1}})),
-    "no dict of metrics": ("saved as no dict", in_state("more", "mirrored.metrics", value=[1])),
+    "no state": ("that is not a dict", in_state("more", "mirrored.metrics", value={"mean": {"updates": 1}})),
+    "no dict of metrics": ("that is not a dict", in_state("more", "mirrored.metrics", value=[1])),
 }
 
 

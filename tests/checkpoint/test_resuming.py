@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on from its checkpoint, with the same bits."""
+"""A run that was interrupted resumes from its checkpoint, with the same bits."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_newest_step_that_all_have(folder: pathlib.Path) -> None:
 @pytest.mark.row(49)
 def test_no_step_that_all_have(folder: pathlib.Path) -> None:
     with pytest.raises(
-        mirrored.TowerFailedError, match=r"no checkpoint in .* is there for all towers \(step 3 is for tower 0\)"
+        mirrored.TowerFailedError, match=r"no checkpoint in .* exists for all towers \(step 3 exists for tower 0\)"
     ):
         towers(_of_its_own, str(folder), 1)
 

@@ -63,7 +63,7 @@ def test_restored_by_the_manager(saved: tuple[pathlib.Path, list[Any]], count: i
     if count == 2:
         assert after == before
     else:
-        words = f"'without' was saved by other towers than {count}, without an aggregation"
+        words = f"different number of towers and has no aggregation, so it cannot be restored on {count}"
         assert all(words in tower["refused"] for tower in after)
 
 

@@ -53,7 +53,7 @@ def test_left_over_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
     [text] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
     assert re.search(rf"the chief \(worker 0\) did not answer at {address} within \d+ s", text)
-    assert "the address comes from TF_CONFIG" in text
+    assert "the address was read from TF_CONFIG" in text
 
 
 @pytest.mark.extended
@@ -89,7 +89,7 @@ def test_a_worker_never_starts() -> None:
     for worker in (chief, other):
         _, text = worker.communicate()
         assert worker.returncode == 1
-        assert "1 of 3 workers did not come within" in text
+        assert "1 of 3 workers did not join within" in text
         assert "worker 1 (127.0.0.1:2); the list of workers was read from TF_CONFIG" in text
         assert len(text.splitlines()) == 1
 
@@ -103,7 +103,7 @@ def test_a_tower_never_starts() -> None:
     )
     result = run_program(["-c", program], env=torchrun_variables(MASTER_PORT=str(free_port())), code=1)
     last = result.stderr.strip().splitlines()[-1]
-    assert re.match(r"towers.errors.StartupError: 1 of 2 towers did not come within \d+ s: tower 1 \(rank 1\)", last)
+    assert re.match(r"towers.errors.StartupError: 1 of 2 towers did not join within \d+ s: tower 1 \(rank 1\)", last)
 
 
 @pytest.mark.extended
@@ -113,7 +113,7 @@ def test_something_else_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         addresses = [f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:2"]
         [text] = run_agents(worker_job(1, addresses, seconds=2.0))
-    assert f"what listens at {addresses[0]} does not answer as the chief (worker 0) would" in text
+    assert f"a program that is not the chief (worker 0) listens at {addresses[0]}" in text
     assert len(text.splitlines()) == 1
 
 
@@ -152,5 +152,5 @@ def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pat
     result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
     doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
     said = result.stderr.splitlines()
-    assert f"towers: {doubt}: no other worker will find it there" in said
+    assert f"mirrored: {doubt}: no other worker will find it there" in said
     assert said[-1].endswith(doubt)

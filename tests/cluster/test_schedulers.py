@@ -147,7 +147,7 @@ def test_a_chief_waits_for_its_own_name(hosts: Hosts, tmp_path: pathlib.Path) ->
     before = on_host(hosts[0][0])
     chief = start_program(words[0], before=before, env=pods[0].variables)
     line = chief.stderr.readline()
-    assert line == "towers: digits-worker-0.default.svc (from TF_CONFIG) cannot be looked up yet: waiting 60 s\n"
+    assert line == "mirrored: digits-worker-0.default.svc (from TF_CONFIG) cannot be looked up yet: waiting 60 s\n"
     name_all(hosts, pods)
     worker = start_program(words[1], before=on_host(hosts[1][0]), env=pods[1].variables)
     ends = [(*process.communicate(), process.returncode) for process in (chief, worker)]

@@ -211,7 +211,7 @@ def test_evaluator() -> None:
 @pytest.mark.row(14)
 def test_tf_config_and_world_size_disagree() -> None:
     environ = {"TF_CONFIG": json.dumps(two_workers()), **torchrun_variables(), "WORLD_SIZE": "1"}
-    with pytest.raises(ClusterError, match="TF_CONFIG says worker 0 of 2, the variables RANK.* say worker 0 of 1"):
+    with pytest.raises(ClusterError, match="TF_CONFIG names worker 0 of 2, the variables RANK.* name worker 0 of 1"):
         resolve(environ)
 
 

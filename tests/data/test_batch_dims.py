@@ -77,7 +77,7 @@ def test_what_is_certain(batch: Any, expected: Any) -> None:
         ({"x": X, "words": [["a", "b", "c"]] * 3}, r"batch\['words'\] is a list of 3 lists"),
         (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is a PackedSequence"),
         ({"x": X, "graph": object()}, r"batch\['graph'\] is a object"),
-        ({"scale": 2.0}, "the number of examples in a batch of type dict cannot be told"),
+        ({"scale": 2.0}, "the number of examples in a batch of type dict is unknown"),
     ],
 )
 def test_what_is_not_is_refused(batch: Any, words: str) -> None:
@@ -182,7 +182,7 @@ def refused(strategy: mirrored.Strategy) -> list[str]:
     found = []
     for batches in ([[X, torch.ones(4)]], DETECTIONS):
         found += [text_of(TypeError, through, strategy, batches, None, kind) for kind in ("stream", "pipeline")]
-    with pytest.raises(ValueError, match="batch_dims is for batches that come ready made"):
+    with pytest.raises(ValueError, match="batch_dims is for batches that are ready made"):
         strategy.distribute_dataset(range(8), 4, batch_dims=0)
     return found
 

@@ -204,7 +204,7 @@ def move_the_chief_alone(strategy: mirrored.Strategy, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["load", "look"])
 def test_towers_at_different_places_are_refused(how: str) -> None:
-    words = "different data, settings or places" if how == "load" else "the towers called different things"
+    words = "different data, settings or positions" if how == "load" else "the towers made different calls"
     all_raise(mirrored.DisagreementError, words, move_the_chief_alone, how)
 
 

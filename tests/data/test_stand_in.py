@@ -134,9 +134,9 @@ def several_batches(strategy: mirrored.Strategy) -> list[Any]:
 def test_steps_with_several_batches() -> None:
     first, second = towers(several_batches)
     assert first[:4] == second[:4] == [3.0, 2.5, 3.0, 1.5]
-    assert "several of its distributed batches (1 of 1, 1 of 2 examples): say batch=x" in first[4]
-    assert "tower 1 has no examples of its own in a batch of this step but a stand-in" in second[4]
-    assert "say batch=x" in second[4]
+    assert "several of its distributed batches (1 of 1, 1 of 2 examples): pass batch=x" in first[4]
+    assert "tower 1 has only a stand-in in a batch of this step" in second[4]
+    assert "pass batch=x" in second[4]
 
 
 def by_other_ways(strategy: mirrored.Strategy) -> list[Any]:
@@ -164,7 +164,7 @@ def test_other_ways_and_mistakes() -> None:
     for texts in (first[2:], second[2:]):
         for text, kind in zip(texts, ("a single number", "a single number", "a object"), strict=False):
             assert f"drop_stand_in was given {kind}" in text
-        assert "batch= holds nothing of a batch" in texts[3]
+        assert "batch= contains no tensor of a batch" in texts[3]
 
 
 def other_entries(strategy: mirrored.Strategy) -> list[Any]:
@@ -193,7 +193,7 @@ def test_losses_with_other_entries_say_of_which_batch_they_are() -> None:
         for number, step in enumerate(steps):
             for text in (step[0], step[3]):
                 assert "the loss has 3 entries" in text
-                assert "batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch" in text
+                assert "with a tensor x of the batch, or batch=() if the loss belongs to no distributed batch" in text
             mean = [1.5, 3.5, 5.0][number]
             assert step[1] == step[6] == mean
             assert step[4] == (mean if number < 2 else 2.5), "15 / 6"

@@ -1,4 +1,4 @@
-"""What a newcomer runs: the README's program, what two pages add to it, and the examples, on real data."""
+"""Runs the scripts that a new user meets first: those of the README and of the first page, and the examples."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_two_towers_end_where_one_does(name: str, size: tuple[str, str], tmp_pat
     for towers, folder in (("1", "one"), ("2", "one"), ("2", "two")):
         words = ["mirrored", "run", "--towers", towers, str(EXAMPLES / name), *size, "--epochs", "3"]
         result = run_command([*words, "--output", str(tmp_path / folder)], code=0)
-        assert ("goes on from" in result.stderr) == (len(results) == 1), result.stderr
+        assert ("resuming from" in result.stderr) == (len(results) == 1), result.stderr
         assert is_png((tmp_path / folder / name).with_suffix(".png"))
         results.append(result.stdout.splitlines()[-1])
     alone, resumed, together = results
@@ -213,7 +213,7 @@ def test_photographs_of_a_folder_have_the_same_bits_on_two_towers(tmp_path: path
         result = run_command([*words, "--output", str(tmp_path / folder)], code=0)
         states.append(load_file(tmp_path / folder / "checkpoints/step-00000002/tensors.safetensors"))
         lines.append(result.stdout.splitlines()[-1])
-    assert "goes on from" in result.stderr
+    assert "resuming from" in result.stderr
     assert re.fullmatch(r"[0-9.]+% of 8 held-out images are right, with averaged weights [0-9.]+%", lines[0])
     assert lines == [lines[0]] * 3
     weights = [name for name in states[0] if name.startswith(("model/", "average/"))]
@@ -244,7 +244,7 @@ def test_fine_tuning_keeps_what_is_frozen(tmp_path: pathlib.Path) -> None:
         )
         assert match, line
         found.append([float(text) for text in match.groups()])
-    assert result.stderr.count("goes on from") == 3
+    assert result.stderr.count("resuming from") == 3
     assert found[0] == pytest.approx(found[1], abs=1)
     assert found[1] == found[2]
     before, after = (
@@ -306,17 +306,41 @@ def test_a_failing_worker_ends_the_cluster() -> None:
     assert "[worker 1] ValueError: planned failure" in result.stderr
 
 
-README = (ROOT / "README.md").read_text()
+def first_program(page: str) -> str:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
 
 
-def first_program(text: str) -> str:
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+PROGRAM = first_program("get-started/first-script.md")
+EXACT, SAVED = first_program("concepts/same-numbers.md"), first_program("how-to/checkpoints.md")
 
 
-PROGRAM = first_program(README)
-EXACT, SAVED = (
-    first_program((ROOT / "docs" / page).read_text()) for page in ("concepts/same-numbers.md", "how-to/checkpoints.md")
-)
+def test_the_scripts_of_the_readme_print_what_it_shows(tmp_path: pathlib.Path) -> None:
+    """One device's script, the same with the changes of the diff, and this one with a mistake."""
+    section = (ROOT / "README.md").read_text().partition("## From one device")[2]
+    blocks = re.findall(r"^```(?:diff)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    lines = blocks[0].splitlines(keepends=True)
+    output = re.sub(r"^\$.*\n", "", blocks[1])
+    loss = next(line[1:] for line in lines if line.startswith("-    loss = "))
+    scripts = {
+        "before": "".join(line[1:] for line in lines if line[0] != "+"),
+        "train": "".join(line[1:] for line in lines if line[0] != "-"),
+    }
+    scripts["wrong"] = re.sub(r"    loss = mirrored\..*\n", loss, scripts["train"])
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    one = run_program(["before.py"], cwd=str(tmp_path), code=0)
+    assert one.stdout == output.partition("\n")[2]
+    for count in (1, 2, 3):
+        several = run_command(["mirrored", "run", "--towers", str(count), "train.py"], cwd=str(tmp_path), code=0)
+        assert several.stdout == one.stdout
+        assert count != 2 or several.stderr.startswith(output.partition("\n")[0])
+    report = run_command(["mirrored", "verify", "wrong.py"], cwd=str(tmp_path), code=1).stdout
+    assert without_digits(report) == without_digits(blocks[3])
+
+
+def without_digits(report: str) -> str:
+    """Without differences, which are rounding, and whose digits depend on the machine."""
+    return re.sub(r"\d\.\de-\d\d", "…", report).strip()
 
 
 def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
@@ -333,8 +357,12 @@ def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
     return found
 
 
-def test_the_script_runs_on_one_and_on_two_towers(tmp_path: pathlib.Path) -> None:
-    losses_of(PROGRAM, tmp_path)
+def test_the_first_script_prints_what_its_page_shows(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    page = (ROOT / "docs/get-started/first-script.md").read_text()
+    [shown] = re.findall(r"^\$ mirrored run [^\n]*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    result = run_command(["mirrored", "run", "--towers", "2", "train.py"], cwd=str(tmp_path), code=0)
+    assert result.stderr + result.stdout == shown
 
 
 @pytest.mark.extended
@@ -358,5 +386,5 @@ def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
     for _ in range(2):
         result = run_command(words, cwd=str(tmp_path), code=0)
         errors.append(result.stderr)
-    assert "goes on from" not in errors[0]
-    assert "goes on from results/run/step-00000080, after step 80" in errors[1]
+    assert "resuming from" not in errors[0]
+    assert "resuming from results/run/step-00000160 (step 160)" in errors[1]

@@ -11,8 +11,9 @@ import pytest
 from tensorflow_names import PAGE, rows
 
 import mirrored
+from tests.support.jobs import ROOT
 
-HERE = [here for page in (PAGE.with_name("from-tensorflow.md"), PAGE) for _, here, _ in rows(page.read_text())]
+HERE = [here for page in (ROOT / "docs/migrate/tensorflow.md", PAGE) for _, here, _ in rows(page.read_text())]
 """The middle cells of the tables."""
 
 OBJECTS = {"strategy": "mirrored.Strategy", "manager": "mirrored.CheckpointManager", "nn": "torch.nn"}

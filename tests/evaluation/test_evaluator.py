@@ -89,7 +89,7 @@ def test_one_process_evaluates_into_a_table(folder: pathlib.Path) -> None:
     losses(folder, [3.0])
     first = evaluator(folder)
     first.run()
-    assert "give each evaluation a name of its own" in in_a_child(lambda: evaluator(folder).run())
+    assert "give each evaluation its own name" in in_a_child(lambda: evaluator(folder).run())
     assert evaluator(folder, name="two").run() == first.run()
 
 
@@ -127,7 +127,7 @@ def test_a_run_that_starts_leaves_alone_what_an_evaluator_writes(
 @pytest.mark.extended
 @fast
 def test_its_folders_are_its_owners_alone(folder: pathlib.Path) -> None:
-    with pytest.raises(mirrored.CheckpointError, match="no new checkpoint has come"):
+    with pytest.raises(mirrored.CheckpointError, match="no new checkpoint in"):
         evaluator(folder).run()
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "evaluation")] == [0o700] * 2
 
@@ -246,7 +246,7 @@ def _differing(strategy: mirrored.Strategy, folder: str, value: Any) -> None:
 def test_metrics_that_differ_between_towers(folder: pathlib.Path) -> None:
     losses(folder, [3.0])
     words = (
-        "what the evaluation returned, without strategy.reduce, is \"[('loss', 0.5)]\" on tower 0, "
+        "the result of the evaluation, without strategy.reduce, is \"[('loss', 0.5)]\" on tower 0, "
         "but \"[('loss', 0.25)]\" on tower 1"
     )
     all_raise(mirrored.DisagreementError, re.escape(words), _differing, str(folder), 0.25)
@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_is_left_out(folder: pathlib.Path, caplog: pytest.L
 MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
     "another model": (
         mirrored.CheckpointError,
-        "does not fit what is here, nothing was changed: model: 1.weight is in the checkpoint only",
+        "does not fit the objects of this program; nothing was changed: model: 1.weight is in the checkpoint only",
         lambda: {"model": nn.Sequential(nn.Linear(1, 1, bias=False))},
     ),
     "no such metric": (
@@ -299,14 +299,14 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] =
             lambda names=names: {"exporters": [Exporter(name, "loss") for name in names]},
         )
         for names, words in (
-            (("../x",), "must be letters, digits"),
+            (("../x",), "must consist of letters, digits"),
             (("latest",), "and not be 'latest'"),
             *(((name,), "choose another") for name in ("step-00000001", "evaluation", "held", "metrics.jsonl")),
             (("best", "best"), "an exporter's name is 'best', which is taken"),
         )
     },
     "no folder": (ValueError, "folder is '', but must be that of the run's CheckpointManager", lambda: {"folder": ""}),
-    "a path as name": (ValueError, "must be letters, digits", lambda: {"name": "../x"}),
+    "a path as name": (ValueError, "must consist of letters, digits", lambda: {"name": "../x"}),
 }
 
 

@@ -196,7 +196,7 @@ def test_a_run_that_goes_on_while_an_old_checkpoint_is_evaluated_is_watched(
 
 @pytest.mark.row(52)
 def test_a_folder_that_never_appears(folder: pathlib.Path, lockstep: Lockstep) -> None:
-    words = rf"no new checkpoint has come in {folder} for 50 s: is it the folder of the run's CheckpointManager"
+    words = rf"no new checkpoint in {folder} for 50 s: is it the folder of the run's CheckpointManager"
     with pytest.raises(mirrored.CheckpointError, match=words):
         list(checkpoints_iterator(folder, folder.with_name("held"), 50))
     assert 50 <= lockstep.monotonic() < 51

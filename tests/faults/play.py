@@ -120,7 +120,7 @@ def undisturbed(*arguments: str, towers: int = 3) -> Result:
 
 
 def play(fault: Fault, expected: Result, limit: float, towers: int = 3) -> tuple[Ended, list[str]]:
-    """A run with a fault, and one that goes on from what it left; returns the first's end, and all that is wrong.
+    """A run with a fault, and one that resumes from what it left; returns the first's end, and all that is wrong.
 
     Args:
         limit: seconds from the fault to the end of the first.

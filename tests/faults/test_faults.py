@@ -73,12 +73,12 @@ def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towe
     (saved,) = (tmp_path / "run").glob("step-*")
     step = int(saved.name[5:])
     assert step in (6, 7)
-    assert f"after step {step}, which is saved; the same command goes on from there" in errors
+    assert f"after step {step}, which is saved; run the same command to resume" in errors
     if towers == 2:  # the other case goes on by the same command
         assert launched(tmp_path / "run", towers=2)["steps"] == 15
         return
     output, errors = start(towers, tmp_path / "run").communicate()
-    assert f"goes on from {saved}, after step {step}" in errors
+    assert f"resuming from {saved} (step {step})" in errors
     assert json.loads(output)["steps"] == 15
 
 
@@ -104,7 +104,7 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     program = [*PROGRAM, str(tmp_path / "run"), "--towers", "0", "--fault", "SIGKILL:forward:1:7"]
     output, errors = start_command([*torchrun, *program]).communicate()
-    assert "goes on from" in errors
+    assert "resuming from" in errors
     assert (tmp_path / "run.fault").exists()
     assert differences(json.loads(output.splitlines()[-1]), expected_of_two) == []
 

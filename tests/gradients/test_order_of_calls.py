@@ -102,8 +102,8 @@ def go_on_after_a_broken_backward(strategy: mirrored.Strategy, how: str) -> None
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("a backward", r"backward\(\) on tower \d ended in an exception"),
-        ("another model", "start again from the last checkpoint"),
+        ("a backward", r"backward\(\) on tower \d raised an exception"),
+        ("another model", "restart from the last checkpoint"),
     ],
 )
 def test_going_on_after_a_broken_backward_is_refused(how: str, words: str) -> None:

@@ -249,7 +249,7 @@ def test_a_resumed_run_does_not_begin_its_exact_averages_anew(tmp_path: pathlib.
     resumed, step = towers(_resumes, str(tmp_path), 2, settings=options)[0]
     assert step == 2
     assert whole[0] == whole[1] == resumed[0] > 4 * resumed[1]
-    exact, step = towers(_resumes, str(tmp_path), 1)[0]  # a run without compression goes on from there
+    exact, step = towers(_resumes, str(tmp_path), 1)[0]  # a run without compression resumes from there
     assert (step, exact) == (4, [whole[0]])
 
 

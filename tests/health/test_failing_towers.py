@@ -22,7 +22,7 @@ from tests.support.waiting import HANG, wait_until
 pytestmark = pytest.mark.extended
 
 HERE = "in step 3, in the step's function"
-BOOM = f"towers: tower 1 failed {HERE}: ValueError: boom"
+BOOM = f"mirrored: tower 1 failed {HERE}: ValueError: boom"
 EARLY = "tower 1 ended with exit code"
 RESET = "Connection reset by peer"
 
@@ -31,13 +31,13 @@ RESET = "Connection reset by peer"
     ("towers", "words", "code", "last"),
     [
         (3, "raise 1 3 forward", 1, BOOM),
-        (2, "raise 0 2 data", 1, "towers: tower 0 failed after step 2, loading data: ValueError: boom"),
-        (2, "die 1 3 optimizer", 137, "towers: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
-        (2, "exit0 1 3 forward", 1, f"towers: first of all, {EARLY} 0 {HERE}, while others went on"),
-        (2, "exit75 1 3 forward", 1, f"towers: {EARLY} 75 {HERE}, and others did not, so nothing was saved together"),
+        (2, "raise 0 2 data", 1, "mirrored: tower 0 failed after step 2, loading data: ValueError: boom"),
+        (2, "die 1 3 optimizer", 137, "mirrored: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
+        (2, "exit0 1 3 forward", 1, f"mirrored: root cause: {EARLY} 0 {HERE}, while others continued"),
+        (2, "exit75 1 3 forward", 1, f"mirrored: {EARLY} 75 {HERE}, and others did not, so nothing was saved together"),
         # An exception ends all, whatever else the tower still does.
         *((2, f"{how} 1 3 forward", 1, BOOM) for how in ("thread", "pool", "atexit")),
-        (2, "text 1 3 forward", 1, f"towers: tower 1 failed {HERE}: NoText: (its text cannot be had: RuntimeError)"),
+        (2, "text 1 3 forward", 1, f"mirrored: tower 1 failed {HERE}: NoText: (its text cannot be had: RuntimeError)"),
     ],
 )
 @pytest.mark.row(42)
@@ -91,7 +91,7 @@ def test_every_worker_names_the_tower_that_failed_first(tower: int, words: str, 
 def test_an_exception_whose_report_cannot_be_written_is_printed_by_its_tower() -> None:
     result, _ = unwell(2, "disk", "1", "3", "forward")
     assert re.search(r"^\[tower 1\] .*ValueError: boom$", result.stderr, re.MULTILINE)
-    assert result.stderr.splitlines()[-1] == f"towers: {EARLY} 1 {HERE}"
+    assert result.stderr.splitlines()[-1] == f"mirrored: {EARLY} 1 {HERE}"
 
 
 def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
@@ -127,6 +127,6 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
     result = run_program([str(script)], code=1)
     last = result.stderr.splitlines()[-1]
     assert last.startswith(
-        "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"
+        "mirrored: root cause: tower 1 ended with exit code 0 after step 1, while others continued and"
     )
     assert last.endswith("look for one under `if strategy.is_chief:`")

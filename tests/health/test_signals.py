@@ -53,7 +53,7 @@ def test_towers_that_are_told_to_end_may_save(told: Told, tower: int | None, num
     os.kill(process.pid if tower is None else ids[tower], number)
     out, error = end_of(process, EXIT_PREEMPTED)
     assert out.splitlines() == ["saved"]
-    assert re.fullmatch(f"towers: preempted{said}", error.splitlines()[-1])
+    assert re.fullmatch(f"mirrored: preempted{said}", error.splitlines()[-1])
 
 
 @pytest.mark.parametrize("told", ["stubborn"], indirect=True)
@@ -71,7 +71,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
     _, error = end_of(process, 1)
-    assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
+    assert re.fullmatch(r"mirrored: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -113,7 +113,7 @@ def test_who_has_saved_ends_beside_a_thread_that_goes_on(
         assert jobs[0].returncode == 1
     else:
         assert {job.returncode for job in jobs} == {EXIT_PREEMPTED}, errors
-        assert starter == "launch" or all("towers: preempted by SIGTERM" in error for error in errors)
+        assert starter == "launch" or all("mirrored: preempted by SIGTERM" in error for error in errors)
 
 
 def _in_a_terminal(terminal: str) -> None:

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.extended
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     result, _ = unwell(3, "stop", "1", "3", "forward", "timeout_seconds=3")
     last = result.stderr.splitlines()[-1]
-    assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
+    assert re.match(r"mirrored: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
     assert re.search(r"tower 1 has sent no heartbeat for \d+ s \(stopped, or its host is gone\)", last)
     assert last.endswith("it was last seen in step 3, in the step's function")
 

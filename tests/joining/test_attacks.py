@@ -46,10 +46,10 @@ def test_a_replayed_message_does_not_stand_for_a_tower_that_is_not_there(live: i
     if all_of_it:
         store.set(f"tower/confirmed{gone}", old[f"tower/confirmed{gone}"])
     with pytest.raises(
-        StartupError, match=rf"1 of 2 towers did not come within \d+ s: tower {gone} \(rank {gone}\)"
+        StartupError, match=rf"1 of 2 towers did not join within \d+ s: tower {gone} \(rank {gone}\)"
     ) as e:
         meet(store, live, seconds=0.3)
-    assert "in whose place there is a message of an earlier handshake, or of a process that has ended" in str(e.value)
+    assert "its entry in the store is a message of an earlier handshake, or of a process that has ended" in str(e.value)
 
 
 def test_towers_that_have_read_different_messages_do_not_go_on() -> None:
@@ -58,7 +58,7 @@ def test_towers_that_have_read_different_messages_do_not_go_on() -> None:
     first.set("tower/1", old["tower/1"])
     second.set("tower/0", old["tower/0"])
     for store in (first, second):
-        with pytest.raises(StartupError, match="1 of 2 towers did not come"):
+        with pytest.raises(StartupError, match="1 of 2 towers did not join"):
             meet(store, 0 if store is first else 1, seconds=0.2)
 
 
@@ -75,7 +75,7 @@ def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() ->
 
     first, second = together(come, store, store)
     assert first == second
-    assert re.search(r"1 of 3 towers did not come within \d+ s: tower 2 \(c\), in whose place", first)
+    assert re.search(r"1 of 3 towers did not join within \d+ s: tower 2 \(c\), in whose place", first)
 
 
 # -- forged messages ---------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def is_message(store: Store, key: str) -> bool:
 def test_a_second_job_at_the_address_of_the_first_is_refused_before_and_after() -> None:
     store = serve()
     for _ in range(2):
-        with pytest.raises(HandshakeError, match="tower 1 .* is not of the job that meets at"):
+        with pytest.raises(HandshakeError, match="tower 1 .* does not belong to the job that meets at"):
             join(store, token="another")
         both_meet(store, join(store))
         for key in KEYS:
@@ -167,7 +167,7 @@ def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.Mo
     monkeypatch.setattr(clock, "wall_time", Jumps())
     store = serve()
     both_meet(store, join(store))
-    with pytest.raises(StartupError, match=r"did not come within \d+ s"):
+    with pytest.raises(StartupError, match=r"did not join within \d+ s"):
         meet(HashStore(), 0, seconds=0.1)
 
 

@@ -42,7 +42,7 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
         last = refused.stderr.strip().splitlines()[-1]
         host = f"(on {os.uname().nodename})"
         assert last.startswith(
-            f"towers.errors.HandshakeError: tower 1 {host} is not of the job that meets at 127.0.0.1:"
+            f"towers.errors.HandshakeError: tower 1 {host} does not belong to the job that meets at 127.0.0.1:"
         )
         assert f"a message of a process on {os.uname().nodename} with another job token" in last
         assert "wrong" not in refused.stderr
@@ -95,7 +95,7 @@ def test_workers_with_different_tokens_are_refused() -> None:
     assert first.poll() is None, "it waits for the right one"
     first.terminate()
     assert first.communicate()[0] == ""
-    assert refused.startswith(f"towers: worker 1 (on {os.uname().nodename}) is not of the job that meets at")
+    assert refused.startswith(f"mirrored: worker 1 (on {os.uname().nodename}) does not belong to the job that meets at")
     assert len(refused.splitlines()) == 1
 
 
@@ -118,7 +118,7 @@ GARBAGE: dict[str, bytes | Callable[[str], str]] = {
     "a list": b"[]",
     "an empty object": b"{}",
     "an object of another kind": b'{"message": 5, "signature": 6}',
-    "a message that is no object": b'{"message": "[1]", "signature": "x"}',
+    "a message that is not an object": b'{"message": "[1]", "signature": "x"}',
     "a signature of other letters": json.dumps({"message": "{}", "signature": "ü\ud800"}).encode(),
     "brackets": b"[" * 100_000,
     "a long number": b'{"message": ' + b"1" * 5000 + b"}",
@@ -148,7 +148,7 @@ def test_towers_meet_whatever_unauthenticated_peers_have_left_in_the_store(store
 def test_a_tower_that_does_not_come_is_missing_whatever_is_stored_in_its_place(store: TCPStore, kind: str) -> None:
     store_garbage(store, "tower/1", kind)
     with pytest.raises(
-        StartupError, match=r"1 of 2 towers did not come within \d+ s: tower 1 \(rank 1\), in"
+        StartupError, match=r"1 of 2 towers did not join within \d+ s: tower 1 \(rank 1\) \(its entry in the store is"
     ) as caught:
         meet(store, 0, seconds=0.0)
     assert str(caught.value).isprintable()
@@ -162,13 +162,13 @@ def test_who_is_waited_for_is_said_while_there_is_time_to_start_it(
     monkeypatch.setattr(participant, "_SILENT_SECONDS", 0.0)
     with pytest.raises(StartupError):
         meet(store, 0, seconds=0.1)
-    assert capsys.readouterr().err == "towers: tower 0 waits for tower 1 (rank 1), for at most 0 s in all\n"
+    assert capsys.readouterr().err == "mirrored: tower 0 waits for tower 1 (rank 1), for at most 0 s in all\n"
     port = free_port()
     with pytest.raises(StartupError):
         tower(1, port=port, seconds=1.0).open_store()
     assert capsys.readouterr().err == (
-        f"towers: tower 1 waits for the chief (tower 0) at 127.0.0.1:{port} (from a test), which does not answer yet, "
-        "for at most 1 s in all\n"
+        f"mirrored: tower 1 waits for the chief (tower 0) at 127.0.0.1:{port} (from a test), which does not answer "
+        "yet, for at most 1 s in all\n"
     )
 
 
@@ -199,7 +199,7 @@ def test_a_store_that_an_unauthenticated_peer_calls_its_own(store: TCPStore) -> 
     store.set("towers/owner", b"garbage")
     assert join(store).check(["towers/owner"]), "what is no message gives way"
     store.set("towers/owner", sign("another", "towers/owner", {"host": "x" * 5000}))
-    with pytest.raises(HandshakeError, match="tower 1 .* is not of the job") as caught:
+    with pytest.raises(HandshakeError, match="tower 1 .* does not belong to the job") as caught:
         join(store)
     assert len(str(caught.value)) < 1000
 

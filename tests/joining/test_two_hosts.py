@@ -96,12 +96,12 @@ def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on(hosts: list[tuple[str, 
     assert all(worker.returncode for worker in workers), outputs
     for own, (_, errors) in enumerate(outputs):
         last = errors.splitlines()[-1]
-        assert last.startswith(f"towers: tower {own} on "), last
+        assert last.startswith(f"mirrored: tower {own} on "), last
         assert "failed in step 8" in last
         assert f"tower {1 - own}" in last
     ip("-n", hosts[0][0], "link", "set", "eth0", "up")
     workers = train(hosts, tmp_path / "run")
     outputs = [worker.communicate() for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
-    assert "goes on from" in outputs[0][1]
+    assert "resuming from" in outputs[0][1]
     assert differences(json.loads(outputs[0][0]), launched(tmp_path / "whole", towers=2)) == []

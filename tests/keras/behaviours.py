@@ -213,7 +213,7 @@ def fit(strategy: mirrored.Strategy, **settings: Any) -> None:
     dense(strategy, **settings).fit(numbers(8), classes(), verbose=0)
 
 
-@mistake(r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)")
+@mistake(r"MirrorError: model.fit of a model that was created outside strategy.scope\(\)")
 def outside_of_the_scope(strategy: mirrored.Strategy) -> None:
     model = keras.Sequential([layers.Dense(3)])
     model.compile("sgd", "mse")
@@ -226,7 +226,7 @@ def inside_run(strategy: mirrored.Strategy) -> None:
     strategy.run(lambda: model.fit(numbers(8), classes(), verbose=0))
 
 
-@mistake(r"DisagreementError: the first batch of an epoch is another one on tower 1")
+@mistake(r"DisagreementError: the first batch of an epoch on tower 1 differs")
 def other_data_on_each_tower(strategy: mirrored.Strategy) -> None:
     own, x, y = np.random.default_rng(strategy.topology.index), numbers(8), classes()
     batches = ((x[rows], y[rows]) for rows in (own.permutation(len(x))[:8] for _ in range(9)))
@@ -252,17 +252,17 @@ def metric_that_is_not_combined(strategy: mirrored.Strategy) -> None:
     fit(strategy, metrics=[Extreme("none")])
 
 
-@mistake(r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong")
+@mistake(r"TypeError: the metric 'extreme' \(Extreme\) would be wrong on several towers")
 def metric_of_a_maximum(strategy: mirrored.Strategy) -> None:
     fit(strategy, metrics=["accuracy", Extreme()])
 
 
-@mistake(r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong")
+@mistake(r"TypeError: the metric 'extreme' \(Extreme\) would be wrong on several towers")
 def metric_of_mean_maxima(strategy: mirrored.Strategy) -> None:
     dense(strategy, metrics=[Extreme("mean")]).evaluate(numbers(8), classes(), verbose=0)
 
 
-@mistake(r"TypeError: the metric 'extreme' .* of 2 examples .*strategy.gather\(y_pred")
+@mistake(r"TypeError: the metric 'extreme' .* for 2 examples .*strategy.gather\(y_pred")
 def metric_of_the_last_value(strategy: mirrored.Strategy) -> None:
     dense(strategy, metrics=[Extreme(last=True)]).train_on_batch(numbers(8)[:3], classes()[:3])
 
@@ -272,7 +272,7 @@ def metric_of_tower_0(strategy: mirrored.Strategy) -> None:
     fit(strategy, metrics=["accuracy", Extreme("only_first_replica")])
 
 
-@mistake(r"TypeError: the metric 'largest' \(MeanMetricWrapper\) of several")
+@mistake(r"TypeError: the metric 'largest' \(MeanMetricWrapper\) would be wrong")
 def metric_that_is_a_function(strategy: mirrored.Strategy) -> None:
     def largest(y: Any, p: Any) -> Any:
         return ops.max(p)
@@ -280,7 +280,7 @@ def metric_that_is_a_function(strategy: mirrored.Strategy) -> None:
     fit(strategy, metrics=[largest])
 
 
-@mistake(r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle")
+@mistake(r"ValueError: mirrored.keras.Checkpoints cannot resume in the middle")
 def checkpoints_of_a_generator(strategy: mirrored.Strategy) -> None:
     batches = ((numbers(8), classes()) for _ in range(9))
     dense(strategy).fit(batches, callbacks=[mirrored.keras.Checkpoints("never")], verbose=0)
@@ -290,7 +290,7 @@ def callback_of_keras_for_tensorboard(strategy: mirrored.Strategy) -> None:
     dense(strategy).fit(numbers(8), classes(), callbacks=[keras.callbacks.TensorBoard()], verbose=0)
 
 
-@mistake(r"MirrorError: SGD.step\(\) on tower \d on gradients that no backward")
+@mistake(r"MirrorError: SGD.step\(\) on tower \d uses gradients that no backward")
 def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
     class Model(keras.Sequential):
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
     model.fit(numbers(8), classes(), verbose=0)
 
 
-@mistake(r"RuntimeError: model.fit cannot be cut into virtual towers")
+@mistake(r"RuntimeError: model.fit cannot be split into virtual towers")
 def virtual_towers(_: mirrored.Strategy) -> None:
     fit(mirrored.MirroredStrategy(seed=0, virtual_towers=4))
 

@@ -21,7 +21,7 @@ OTHERS = [
     ("add_loss", 3, 1, "is the sum of 48 values, multiplied by 0.01, and averaging the gradients divides by the 3"),
     ("backup, sum", 2, 1, "[sum-loss]: on tower 0 the loss"),
     ("backup, norm", 3, 1, "[batch-norm]: batch norm (batch_normalization) takes the statistics"),
-    ("kept backup", 2, 1, "[not-comparable]: nothing can be said of this script"),
+    ("kept backup", 2, 1, "[not-comparable]: this script cannot be compared"),
     ("weights", 2, 1, "[not-reproducible]: two runs on one tower differ, too"),
 ]
 

@@ -104,7 +104,9 @@ def test_a_chief_waits_for_the_end_of_an_earlier_one(
         wait_until(lambda: bool(printed.append(capfd.readouterr().err) or "".join(printed)))
         earlier.end()
         assert waiting.result(HANG).port == port
-    said = f"towers: an earlier start of this job still has 127.0.0.1:{port} (from TF_CONFIG): waiting for its end, for"
+    said = (
+        f"mirrored: an earlier start of this job still has 127.0.0.1:{port} (from TF_CONFIG): waiting for its end, for"
+    )
     assert "".join(printed).startswith(said)
 
 

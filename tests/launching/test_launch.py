@@ -365,4 +365,4 @@ def test_a_fork_server_that_has_used_cuda_is_an_error(tmp_path: pathlib.Path) ->
     """
     result = run_program(["-c", textwrap.dedent(program)], env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
     assert result.stdout == "['0']\n"
-    assert "CannotStartError: the fork server that towers come from has used CUDA" in result.stderr
+    assert "CannotStartError: the fork server that starts towers has used CUDA" in result.stderr

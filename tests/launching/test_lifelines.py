@@ -128,7 +128,7 @@ def test_an_agent_that_ends_while_workers_are_missing(tmp_path: pathlib.Path) ->
     workers.agents[1:] = [workers.start(1), workers.start(2)]
     ends = workers.end()
     assert [code for *_, code in ends] == [0, 0, 0], ends
-    assert f"towers: the agent of worker 1 ({workers.addresses[1]}) has ended\n" in ends[0][1]
+    assert f"mirrored: the agent of worker 1 ({workers.addresses[1]}) has ended\n" in ends[0][1]
     assert ends[0][0].startswith("goes on after step 0\n")
 
 
@@ -140,8 +140,8 @@ def test_an_agent_that_ends_before_its_towers_have_met_the_others(tmp_path: path
     workers.agents.append(workers.start(1))
     (output, errors, code), (_, _, other) = workers.end()
     assert (code, other) == (0, 0), errors
-    ended = f"towers: the agent of worker 1 ({workers.addresses[1]}) has ended\n"
-    assert f"{ended}towers: all start again (1 of 2 restarts)\n" in errors
+    ended = f"mirrored: the agent of worker 1 ({workers.addresses[1]}) has ended\n"
+    assert f"{ended}mirrored: restarting all towers (1 of 2 restarts)\n" in errors
     assert output.startswith("goes on after step 0\n")
 
 

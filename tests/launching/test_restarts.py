@@ -49,13 +49,13 @@ def test_after_failures_a_job_goes_on_to_the_same_bits(undisturbed: str, tmp_pat
     words = [*RUN, "--restarts", "2", "--log-dir", str(logs), PROGRAM, str(tmp_path)]
     result = run_command(words, env=variables, code=0)
     assert result.stdout.splitlines() == [*(f"goes on after step {step}" for step in (0, 2, 8)), undisturbed]
-    lines = [line for line in result.stderr.splitlines() if line.startswith("towers: ")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("mirrored: ")]
     assert lines == [
-        "towers: tower 1 failed:",
-        "towers: tower 1 failed after step 3: ValueError: planned failure",
-        "towers: all start again (1 of 2 restarts)",
-        "towers: tower 0 was ended by SIGKILL after step 8",
-        "towers: all start again (2 of 2 restarts)",
+        "mirrored: tower 1 failed:",
+        "mirrored: tower 1 failed after step 3: ValueError: planned failure",
+        "mirrored: restarting all towers (1 of 2 restarts)",
+        "mirrored: tower 0 was ended by SIGKILL after step 8",
+        "mirrored: restarting all towers (2 of 2 restarts)",
     ]
     names = {path.name for path in logs.iterdir()}
     assert names == {f"tower1{attempt}.{kind}" for attempt in ("", ".attempt1", ".attempt2") for kind in ("out", "err")}
@@ -65,7 +65,7 @@ def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_pa
     """Also on one tower, for which there would be no agent."""
     result = run_program([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
     assert result.stdout.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
-    assert "towers: all start again (1 of 2 restarts)" in result.stderr
+    assert "mirrored: restarting all towers (1 of 2 restarts)" in result.stderr
 
 
 STOPPED = """
@@ -82,23 +82,25 @@ def test_stopped_towers_that_nobody_waits_for_are_started_again(tmp_path: pathli
     agent = start_agent(Job(towers=2, restarts=1, collective_seconds=1.0), str(tmp_path / "train.py"))
     output, errors = agent.communicate()
     assert (agent.returncode, output) == (0, "goes on\n")
-    assert errors.startswith("towers: towers 0 and 1: stopped (SIGSTOP) for 2 s, and killed\n")
-    assert errors.endswith(" by SIGKILL before its strategy was made\ntowers: all start again (1 of 1 restarts)\n")
+    assert errors.startswith("mirrored: towers 0 and 1: stopped (SIGSTOP) for 2 s, and killed\n")
+    assert errors.endswith(
+        " by SIGKILL before its strategy was made\nmirrored: restarting all towers (1 of 1 restarts)\n"
+    )
 
 
 GIVES_UP = {
     "the same failure": (
         ["--restarts", "5"],
         "4:raise:1",
-        "towers: tower 1 failed after step 3: ValueError: planned failure\n"
-        "towers: not started again: it was, and has failed in the same way at the same step\n",
+        "mirrored: tower 1 failed after step 3: ValueError: planned failure\n"
+        "mirrored: not restarted: it failed in the same way at the same step as before\n",
     ),
     "all restarts are used": (
         ["--restarts", "1"],
         "4:raise:1:once,6:9:1:once",
-        "towers: tower 1 was ended by SIGKILL after step 5\n"
-        "towers: not started again: it was, 1 times; first of all, tower 1 failed after step 3: ValueError: planned "
-        "failure\n",
+        "mirrored: tower 1 was ended by SIGKILL after step 5\n"
+        "mirrored: not restarted: the limit of 1 restarts is reached; root cause: tower 1 failed after step 3: "
+        "ValueError: planned failure\n",
     ),
 }
 
@@ -116,8 +118,8 @@ def test_an_exception_of_another_tower_may_be_the_same_failure(tmp_path: pathlib
     job = Job(2, restarts=5)
     attempt = RestartableAttempt(job, tmp_path, 0, FailureBroadcast(""), Rendezvous(job, ""))
     end = "failed before its first step: ValueError: boom"
-    failures = [(f"tower 0 {end}", 0), (f"first of all, tower 1 on there (worker 1) {end}", 0)]
-    assert _reason_against(job, attempt, failures).startswith("it was, and has failed in the same way")
+    failures = [(f"tower 0 {end}", 0), (f"root cause: tower 1 on there (worker 1) {end}", 0)]
+    assert _reason_against(job, attempt, failures).startswith("it failed in the same way")
     assert _reason_against(job, attempt, [("tower 0 was ended", 0), ("tower 1 was ended", 0)]) == ""
 
 
@@ -126,8 +128,8 @@ def test_steps_are_not_lost_unasked(tmp_path: pathlib.Path) -> None:
     words = [PROGRAM, str(tmp_path), "forgets"]
     result = run_command([*RUN, "--restarts", "2", *words], env={"FAIL": "4:raise:1"}, code=1)
     assert result.stderr.endswith(
-        "towers: not started again: the script restores no checkpoint, so its 3 steps would be lost. Let a "
-        "CheckpointManager save and resume them; or say --from-the-start to mirrored run\n"
+        "mirrored: not restarted: the script restores no checkpoint, so its 3 steps would be lost. Let a "
+        "CheckpointManager save and resume them; or pass --from-the-start to mirrored run\n"
     )
     words = [PROGRAM, str(tmp_path / "other"), "forgets"]
     (tmp_path / "other").mkdir()
@@ -182,7 +184,7 @@ def test_a_second_agent_of_a_worker_is_refused(undisturbed: str, tmp_path: pathl
     second = workers.start(1, **{PATIENT_AGENTS: "1"})
     _, errors = second.communicate()
     assert second.returncode == 1
-    assert "towers: worker 1 is already taken by a process on" in errors
+    assert "mirrored: worker 1 is already taken by a process on" in errors
     (tmp_path / "go").touch()
     (output, errors, code), (_, _, other) = workers.end()
     assert (code, other) == (0, 0), errors
@@ -195,8 +197,8 @@ def test_what_the_chief_gives_up_with_is_known_on_all_workers(tmp_path: pathlib.
     ends = workers.end()
     assert [code for *_, code in ends] == [1, 128 + signal.SIGKILL], ends
     for _, errors, _ in ends:
-        assert "not started again: it was, and has failed in the same way at the same step\n" in errors
-        assert re.search(r"^towers: tower 1 on .* was ended by SIGKILL after step 3", errors, re.MULTILINE)
+        assert "not restarted: it failed in the same way at the same step as before\n" in errors
+        assert re.search(r"^mirrored: tower 1 on .* was ended by SIGKILL after step 3", errors, re.MULTILINE)
 
 
 @pytest.mark.parametrize("restarts", [(2, 0), (0, 2)])
@@ -206,7 +208,9 @@ def test_workers_that_were_not_all_given_restarts_are_refused(restarts: tuple[in
         start_agent(Job(1, index, 2, addresses, restarts=each), PROGRAM, **{PATIENT_AGENTS: ""})
         for index, each in enumerate(restarts)
     ]
-    text = f"towers: worker {restarts.index(2)} was given restarts, worker {restarts.index(0)} none: start all workers"
+    text = (
+        f"mirrored: worker {restarts.index(2)} was given restarts, worker {restarts.index(0)} none: start all workers"
+    )
     for agent in agents:
         _, errors = agent.communicate()
         assert agent.returncode == 1
@@ -243,7 +247,7 @@ def test_a_chief_that_is_told_to_end_while_workers_wait(tmp_path: pathlib.Path) 
     store = TCPStore(host, int(port), None, False, timedelta(seconds=HANG))
     wait_until(lambda: store.check([f"{_PRESENT}1"]))
     chief.terminate()
-    assert worker.communicate() == ("", "towers: worker 0 was told to end by SIGTERM\n")
+    assert worker.communicate() == ("", "mirrored: worker 0 received SIGTERM\n")
     assert chief.communicate() == ("", "")
     assert (chief.returncode, worker.returncode) == (-signal.SIGTERM, 1)
     assert not list(tmp_path.glob("towers-job-*"))
@@ -313,8 +317,8 @@ def test_a_job_goes_on_with_fewer_towers_and_with_all_again(tmp_path: pathlib.Pa
     (output, errors, code), (_, others, other) = workers.end()
     assert (code, other) == (0, 0), errors + others
     assert output.splitlines()[1:] == ["goes on after step 2", "goes on after step 11", alone.stdout.splitlines()[-1]]
-    assert "towers: the job goes on with 1 of 2 workers\n" in errors
-    assert "towers: all start again, with a worker that has come\n" in errors
+    assert "mirrored: the job continues with 1 of 2 workers\n" in errors
+    assert "mirrored: restarting all towers, with a worker that has rejoined\n" in errors
 
 
 def test_towers_go_on_from_a_snapshot_in_memory(undisturbed: str, tmp_path: pathlib.Path) -> None:
@@ -323,7 +327,7 @@ def test_towers_go_on_from_a_snapshot_in_memory(undisturbed: str, tmp_path: path
     words = [*RUN, "--restarts", "2", PROGRAM, str(tmp_path), "memory"]
     result = run_command(words, env=variables, code=0)
     assert result.stdout.splitlines() == [*(f"goes on after step {step}" for step in (0, 3, 8)), undisturbed]
-    assert result.stderr.count("goes on from snapshot ") == 2
+    assert result.stderr.count("resuming from snapshot ") == 2
     assert {path.name for path in (tmp_path / "run").glob("s*")} == {"step-00000014", "step-00000016"}
 
 

@@ -117,11 +117,11 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
 
 def test_the_first_exception_comes_last_and_whole() -> None:
     result = run_command([*RUN, REPORT, "fail"], code=1)
-    text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
+    text = result.stderr[result.stderr.index("mirrored: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
     assert 'raise ValueError("planned failure")' in text
     assert text.splitlines()[-2] == "ValueError: planned failure"
-    assert text.endswith("\ntowers: tower 1 failed before its first step: ValueError: planned failure\n")
+    assert text.endswith("\nmirrored: tower 1 failed before its first step: ValueError: planned failure\n")
     assert "elastic" not in result.stderr
 
 
@@ -134,25 +134,25 @@ def debug_log(*words: str) -> list[str]:
 @pytest.mark.extended
 def test_changes_of_a_jobs_state_are_logged() -> None:
     lines = debug_log()
-    assert any(line.startswith("towers: worker 0 of 1 starts 2 towers: ") for line in lines)
+    assert any(line.startswith("mirrored: worker 0 of 1 starts 2 towers: ") for line in lines)
     for tower, name in ((0, ""), (1, "[tower 1] ")):
         for text in (
             f"mirrored: tower {tower} of 2 on cpu:{tower} joins the others at",
-            f"towers: tower {tower} has begun its heartbeats",
-            f"towers: tower {tower} is connected by shared memory",
-            "towers: this tower has left its process groups",
+            f"mirrored: tower {tower} has started its heartbeats",
+            f"mirrored: tower {tower} is connected by shared memory",
+            "mirrored: this tower has left its process groups",
         ):
             assert any(line.startswith(name + text) for line in lines), text
-    assert lines[-1] == "towers: worker 0 of 1 has ended with exit code 0"
+    assert lines[-1] == "mirrored: worker 0 of 1 has ended with exit code 0"
     lines = debug_log("fail")
-    assert any(re.search("towers: failure reported in .*: ValueError: planned failure$", line) for line in lines)
-    assert "towers: tower 1 ended with 1; its report: ValueError: planned failure" in lines
+    assert any(re.search("mirrored: failure reported in .*: ValueError: planned failure$", line) for line in lines)
+    assert "mirrored: tower 1 ended with 1; its report: ValueError: planned failure" in lines
 
 
 @pytest.mark.extended
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     result = run_command([*RUN, REPORT, "exit"], code=7)
-    assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
+    assert result.stderr.splitlines()[-1] == "mirrored: tower 1 ended with exit code 7 before its first step"
 
 
 @pytest.mark.extended
@@ -311,7 +311,7 @@ def test_a_cluster_of_one_worker_is_this_machine(monkeypatch: pytest.MonkeyPatch
         (["--towers", "3", "--devices", "cpu:0"], "--towers is 3, but --devices names 1"),
         (["--devices", "cuda:97"], "cuda:97 asked for"),
         (["--devices", "cpu,cpu"], "cpu:0 more than once"),
-        (["no_such_script.py"], "there is no file no_such_script.py"),
+        (["no_such_script.py"], "the file no_such_script.py does not exist"),
         ([], "the following arguments are required: script\n"),
     ],
 )
@@ -345,7 +345,7 @@ def test_mirrored_run_has_a_gpu_for_each_tower_or_says_so(
     said = f"--towers is 3, but this machine has only {gpus} GPU"
     error = capsys.readouterr().err
     assert said in error
-    assert error.endswith("for CPU towers say --devices cpu:0,cpu:1,cpu:2\n")
+    assert error.endswith("for CPU towers pass --devices cpu:0,cpu:1,cpu:2\n")
 
 
 @pytest.mark.extended

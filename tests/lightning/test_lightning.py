@@ -17,7 +17,7 @@ pytestmark = pytest.mark.extended
 CLOSE = 1e-10
 
 REFUSED = (
-    *("a list cannot be shared out among 2 towers", "object", "leave the group out", "give seed to"),
+    *("a list cannot be split among 2 towers", "object", "leave the group out", "give seed to"),
     *("share of the global mean already", "virtual_towers"),
 )
 
@@ -136,7 +136,7 @@ def test_a_failure_on_one_tower_ends_all(program: pathlib.Path) -> None:
     result = run_program(["-m", "mirrored", "run", "--towers", "2", str(program), "{}", "fail"])
     assert result.returncode == 1, result.stderr
     last = result.stderr.splitlines()[-1]
-    assert last == "towers: tower 1 failed in step 2, in the step's function: RuntimeError: the disk is full"
+    assert last == "mirrored: tower 1 failed in step 2, in the step's function: RuntimeError: the disk is full"
 
 
 def test_it_says_what_is_missing() -> None:

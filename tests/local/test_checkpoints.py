@@ -92,7 +92,7 @@ def test_a_killed_tower_costs_nothing(tmp_path: pathlib.Path) -> None:
     assert killed.returncode == 128 + signal.SIGKILL
     resumed = run_program([str(script), str(tmp_path / "a"), "0"], code=0)
     whole = run_program([str(script), str(tmp_path / "b"), "0"], code=0)
-    assert "goes on from" in resumed.stderr
+    assert "resuming from" in resumed.stderr
     assert sorted(resumed.stdout.split()) == sorted(whole.stdout.split())
 
 

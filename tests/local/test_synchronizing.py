@@ -271,8 +271,8 @@ def test_a_script_may_end_between_two_synchronisations(tmp_path: Any) -> None:
     [
         ({"shard_optimizer": True}, "shard_optimizer=True shares out one step"),
         ({"virtual_towers": 2}, "virtual_towers promise the same bits"),
-        ({"nonfinite_gradients": "warn"}, "nonfinite_gradients='warn' has the towers tell each other"),
-        ({"communication": mirrored.CommunicationOptions(wire_dtype="bfloat16")}, "or take DiLoCo"),
+        ({"nonfinite_gradients": "warn"}, "nonfinite_gradients='warn' needs communication"),
+        ({"communication": mirrored.CommunicationOptions(wire_dtype="bfloat16")}, "or use DiLoCo"),
         ({"synchronize": 16}, r"synchronize is 16, but has to be mirrored.LocalSGD\(every=16\)"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.guard import keep_family
+from tests.support.guard import keep_family, orphans_left_to_init
 from tests.support.processes import command_of, family
 
 
@@ -22,8 +22,9 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def kept() -> Iterator[None]:
-    """Lets Ray's processes outlive the test."""
-    yield
+    """Lets Ray's processes outlive the test. Its workers end with their raylet when init becomes their parent."""
+    with orphans_left_to_init():
+        yield
     for process in family(os.getpid()):
         if "/ray/" in command_of(process):
             keep_family(process)

@@ -221,7 +221,7 @@ def test_what_the_chief_may_not_change() -> None:
 def test_what_cannot_be_placed_is_said_every_time() -> None:
     side = Side(zeros, variable_partitioner=lambda shape, dtype: [1, 2])
     for _ in range(2):
-        with pytest.raises(ValueError, match="variables are cut along dimension 0 only"):
+        with pytest.raises(ValueError, match="variables are split along dimension 0 only"):
             side.call(lambda: None)
 
 

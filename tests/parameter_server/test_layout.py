@@ -77,7 +77,7 @@ def test_servers_take_turns() -> None:
 
 @pytest.mark.parametrize("shards", [[1, 2], [2], [6, 1], [0, 1]])
 def test_only_rows_are_cut(shards: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"cuts weight, of shape \(5, 2\), into .* along dimension 0 only"):
+    with pytest.raises(ValueError, match=r"splits weight, of shape \(5, 2\), into .* along dimension 0 only"):
         lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), turns(2), lambda shape, dtype: shards)
 
 

@@ -134,10 +134,10 @@ def test_tasks_that_do_not_come_are_named(tasks: Tasks) -> None:
     chief, worker = tasks.start("chief", DEADLINE="20"), tasks.start("worker", 1)
     _, errors = end_of(chief, 1)
     missing = f"worker:0 ({tasks.cluster['worker'][0]}), ps:0 ({tasks.cluster['ps'][0]})"
-    assert f"StartupError: {missing} did not come within 20 s: start the script there, too" in errors
+    assert f"StartupError: {missing} did not join within 20 s: start the script there" in errors
     end_of(worker, 0)
     _, errors = end_of(tasks.start("ps", DEADLINE="1"), 1)
-    assert f"StartupError: the chief did not come to {tasks.cluster['chief'][0]} within 1 s" in errors
+    assert f"StartupError: the chief did not connect to {tasks.cluster['chief'][0]} within 1 s" in errors
 
 
 def test_a_worker_whose_task_is_killed_is_not_waited_for_and_comes_back(tasks: Tasks) -> None:
@@ -187,7 +187,7 @@ def test_a_chief_that_is_killed_ends_all(tasks: Tasks) -> None:
 @pytest.mark.row(64)
 def test_tasks_have_to_have_one_secret(tasks: Tasks) -> None:
     _, errors = end_of(tasks.start("chief", MIRRORED_JOB_TOKEN=""), 1)
-    assert "StartupError: the tasks of TF_CONFIG run code that they are sent" in errors
+    assert "StartupError: the tasks of TF_CONFIG run code that they receive" in errors
     tasks.start("chief")
     _, errors = end_of(tasks.start("ps", MIRRORED_JOB_TOKEN="another secret"), 1)
     assert f"StartupError: ps:0 at {tasks.cluster['ps'][0]} has ended as a node of the Ray cluster at" in errors

@@ -102,7 +102,7 @@ def test_what_cannot_be_sent(training: Training) -> None:
     with pytest.raises(TypeError, match="cannot be sent to the workers with all that it refers to"):
         training.coordinator.schedule(lambda: lock.acquire())
     value = training.coordinator.schedule(lambda: 1)
-    with pytest.raises(TypeError, match="give what its fetch"):
+    with pytest.raises(TypeError, match="pass the result of its fetch"):
         training.coordinator.schedule(lambda x: x, args=([value],))
     foreign = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     with pytest.raises(TypeError, match="SGD steps parameters that were not made in the strategy's scope"):

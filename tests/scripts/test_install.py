@@ -178,7 +178,7 @@ def test_what_is_imported_is_required_or_brought_by_an_extra(wheel: pathlib.Path
     imported = {name for part in _PARTS[:2] for path in (ROOT / part).rglob("*.py") for name in imports(path)}
     others = imported - sys.stdlib_module_names - {"mirrored", "towers", "pytorch_lightning"}  # Lightning's older name
     assert others == (always | set(BROUGHT.values())) - {"tensorboard"}
-    table = (ROOT / "docs/get-started/first-script.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs/get-started/install.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
     extras = metadata.metadata.get_all("Provides-Extra") or []
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(extras)
 

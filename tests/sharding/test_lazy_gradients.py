@@ -77,7 +77,7 @@ def come_for_nothing_that_has_a_name(strategy: mirrored.Strategy) -> str:
 
 def test_a_tower_that_comes_for_something_without_a_name_finds_out() -> None:
     first, second = launch(come_for_nothing_that_has_a_name)
-    assert "tower 0 steps Adam, tower 1 does something else" in first
+    assert "tower 0 steps Adam, tower 1 makes another call" in first
     assert "tower 0 broke off a collective" in second
 
 

@@ -133,7 +133,7 @@ def losses_of_data_that_are_not_distributed(strategy: mirrored.Strategy) -> list
 @pytest.mark.row(79)
 def test_towers_that_were_given_the_same_examples() -> None:
     (same, own), others = towers(losses_of_data_that_are_not_distributed)
-    assert same.startswith("all 2 towers were given the same 3 examples in their first step")
+    assert same.startswith("all 2 towers received the same 3 examples in their first step")
     assert own.startswith("compute_average_loss got no batch from strategy.distribute_dataset")
     assert others == []
 
@@ -160,10 +160,10 @@ def test_data_that_cannot_be_distributed() -> None:
         (([torch.ones(4, 2), torch.ones(4)], 2), {}, ValueError, r"shapes \(4, 2\) and \(4,\).*: .* give a tuple"),
         ((range(3), 0), {}, ValueError, "global_batch_size is 0, but must be a whole number from 1"),
         ((iter([1]), 2), {}, TypeError, "no __getitem__ and __len__.*distribute_datasets_from_function"),
-        ((Streamed(range(3)), 2), {"shuffle": True}, ValueError, "an order of its own: shuffle inside it"),
+        ((Streamed(range(3)), 2), {"shuffle": True}, ValueError, "its own order: shuffle inside it"),
         ((DataLoader(range(4), 2), 4), {}, ValueError, "batch_size, which is the global one, is 2"),
         ((DataLoader(range(4), 2),), {"shuffle": True}, ValueError, "belong to the DataLoader"),
-        ((twice,), {}, ValueError, "has a DistributedSampler, so its data would be shared out twice"),
+        ((twice,), {}, ValueError, "has a DistributedSampler, so its data would be split twice"),
     ):
         with pytest.raises(error, match=words):
             strategy.distribute_dataset(*arguments, **options)

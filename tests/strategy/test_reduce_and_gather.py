@@ -173,11 +173,11 @@ def test_values_from_function() -> None:
 def call_on_one_tower(strategy: mirrored.Strategy | None = None) -> None:
     strategy = mirrored.MirroredStrategy()
     if strategy.is_chief:
-        wait_for("the other does something else")
+        wait_for("the other makes another call")
         shorten_deadlines(2)
         strategy.reduce("sum", 1)
     else:
-        say("the other does something else")
+        say("the other makes another call")
         forever()
 
 

@@ -105,7 +105,7 @@ def test_the_level_of_the_log_comes_from_the_environment(tmp_path: pathlib.Path)
 
     debug = log_at("Debug")
     assert " ms: attached to tower 0: nothing" in debug
-    assert " ms: epoch 0 of a distributed dataset begins at step 0" in debug
+    assert " ms: epoch 0 of a distributed dataset starts at step 0" in debug
     assert log_at("warning") == ""
     assert "epoch" not in log_at("")
     assert "MIRRORED_LOG_LEVEL is 'loud', but must be one of debug, info, warning, error, critical" in log_at("loud")

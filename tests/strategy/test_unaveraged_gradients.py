@@ -51,7 +51,9 @@ def test_a_step_on_gradients_that_were_not_averaged_is_refused(in_place: bool, s
         towers(_gradients_from_elsewhere, in_place, settings={"shard_optimizer": sharded})
     found = [str(failed.exception) for failed in caught.value.failures if not failed.consequence]
     assert found
-    words = r"SGD.step\(\) on tower \d on gradients that no backward\(\) has averaged .*Sequential.0.weight and 3 more"
+    words = (
+        r"SGD.step\(\) on tower \d uses gradients that no backward\(\) has averaged .*Sequential.0.weight and 3 more"
+    )
     for text in found:
         assert re.search(words, text)
         assert "strategy.grad(loss, parameters)" in text
@@ -121,7 +123,7 @@ def _by_hand(strategy: mirrored.Strategy) -> None:
 def test_updates_by_hand_are_found_when_towers_differ() -> None:
     words = "parameter Sequential.0.weight is no longer the same on all towers"
     text, _ = all_raise(mirrored.MirrorError, words, _by_hand, same=True)
-    assert "when run 2 began" in text
+    assert "at the start of run 2" in text
     assert "gradients that no backward() has averaged" in text
 
 

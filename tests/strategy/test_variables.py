@@ -214,14 +214,12 @@ def test_what_torch_cannot_divide_is_assigned(job: Job, dtype: torch.dtype) -> N
 
 
 def test_a_sum_is_not_added_to_outside_run(job: Job) -> None:
-    assert (
-        equal(job, "refused")["add outside"].count("of variable 'total' outside strategy.run does not say which") == 2
-    )
+    assert equal(job, "refused")["add outside"].count("of variable 'total' outside strategy.run does not name") == 2
 
 
 def test_without_an_aggregation_nothing_is_read_outside_run(job: Job) -> None:
     assert "value() of variable 'read' outside strategy.run: you must specify" in equal(job, "refused")["read outside"]
-    assert "assign() of variable 'read' outside strategy.run does not say" in equal(job, "refused")["write outside"]
+    assert "assign() of variable 'read' outside strategy.run does not name" in equal(job, "refused")["write outside"]
 
 
 def test_a_wrong_value_of_this_towers_own_is_its_own_error(job: Job) -> None:
@@ -262,7 +260,7 @@ DISAGREEMENTS = {
 
 
 def disagree(strategy: mirrored.Strategy) -> list[str]:
-    """What each tower is told when they do different things, in turn."""
+    """What each tower is told when they made different calls, in turn."""
     count, second = strategy.variable(0, "on_read", "sum", name="count"), not strategy.is_chief
     mirror = strategy.variable(0, aggregation="sum", name="count")
     texts = [

@@ -109,7 +109,7 @@ def in_replica(call: Callable[[mirrored.ReplicaContext], Any]) -> Callable[[], A
         (lambda: mirrored.OneDeviceStrategy().experimental_distribute_values_from_function(value_fn=list),
          "Strategy.distribute_values_from_function() has no argument value_fn: fn="),
         (lambda: mirrored.OneDeviceStrategy().reduce(X, "sum"),
-         'the operation is a Tensor, but comes first, as text: reduce("sum", value)'),
+         'the operation is a Tensor, but must be a string and the first argument: reduce("sum", value)'),
         (lambda: mirrored.OneDeviceStrategy().distribute_dataset(X, batch_size=2),
          "Strategy.distribute_dataset() has no argument batch_size: global_batch_size="),
         (lambda: mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), {}, "results"),

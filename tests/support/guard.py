@@ -47,6 +47,21 @@ def keep_family(process: int) -> None:
     _kept.add(process)
 
 
+@contextlib.contextmanager
+def orphans_left_to_init() -> Iterator[None]:
+    """Lets processes whose parent has ended become children of init, where the guard does not see them."""
+    _set_subreaper(False)
+    try:
+        yield
+    finally:
+        _set_subreaper(True)
+
+
+def _set_subreaper(on: bool) -> None:
+    """Makes processes whose parent has ended children of this process."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0)
+
+
 class HangError(BaseException):
     """The test was ended because it hangs."""
 
@@ -66,7 +81,7 @@ class Guard:
     """A plugin of pytest that watches the tests of this process, one after another."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # processes whose parent has ended become children of this one
+        _set_subreaper(True)
         descriptor, self._stacks = tempfile.mkstemp(prefix="tests-stacks-")
         os.close(descriptor)
         os.environ[STACKS] = self._stacks

@@ -133,7 +133,7 @@ class Program:
         Returns:
             The output and the errors that have not been read yet.
         """
-        if self.stdin is not None:
+        if self.stdin is not None and not self.stdin.closed:
             with self.stdin as stream:
                 stream.write(stdin)
         result = self.stdout.read(timeout), self.stderr.read(timeout)

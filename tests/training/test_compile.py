@@ -155,7 +155,7 @@ def backward_without_hooks(option: str) -> None:
     ("option", "words"),
     [
         ("compiled_autograd", r"compiled autograd runs this backward\(\) on tower \d"),
-        ("trace_autograd_ops", r"on gradients that no backward\(\) has averaged .*trace_autograd_ops"),
+        ("trace_autograd_ops", r"uses gradients that no backward\(\) has averaged .*trace_autograd_ops"),
     ],
 )
 def test_ways_of_compiling_that_leave_hooks_out_are_refused(option: str, words: str) -> None:

@@ -74,7 +74,7 @@ def test_what_only_watching_breaks_is_not_blamed_on_the_script() -> None:
     assert explanation.cause is Cause.FAILS_EVERYWHERE
     _, [explanation] = explained(*runs, fails_unrecorded=False)
     assert explanation.cause is Cause.FAILS_WHEN_WATCHED
-    assert "nothing can be said of this script. It runs on 1 tower" in explanation.what
+    assert "this script cannot be compared. It runs on 1 tower" in explanation.what
 
 
 def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:

@@ -32,13 +32,13 @@ def plain(report: VerificationReport) -> str:
     ("script", "words", "place"),
     [
         # Uneven shares with a plain mean, row 35 of tests/bad_inputs.md.
-        ("local mean", "In step 5 the batch of 3 is cut into shares of 2 and 1", "loss.backward()"),
+        ("local mean", "In step 5 the batch of 3 is split into shares of 2 and 1", "loss.backward()"),
         ("sum", "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
         ("sum and penalty", "by the number of towers: all 5 steps are equal", "loss.backward()"),
         ("sum over global", "the sum of 4 values, divided by 8, and", "loss.backward()"),
         ("divided twice", "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
         ("shared stream", "at step 1 dropout", "model(x)"),
-        ("outside scope", "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
+        ("outside scope", "Linear.scale was created outside strategy.scope()", "optimizer.step()"),
         ("changed on one tower", "tower 0 alone changes Sequential.2.weight", "clamp_"),
         ("sharded twice", "has 24 examples on each of 2 towers, but 48 on one", None),
         ("sharded in step", "the model sees 4 examples on 2 towers, but 8 on one", None),
@@ -77,7 +77,7 @@ def test_a_planted_mistake_is_named(script: str, words: str, place: str | None, 
 
 
 FIRST = {"steps": 1}
-CUT = "In step {} the batch of {} is cut into shares of {}"
+CUT = "In step {} the batch of {} is split into shares of {}"
 UNEVEN = CUT.format(5, 3, "2 and 1")
 
 
@@ -103,7 +103,7 @@ UNEVEN = CUT.format(5, 3, "2 and 1")
         ("sequences padded means", FIRST, Cause.PADDING, "in step 1 one tower pads the batch to"),
         ("clip while accumulating", FIRST, Cause.CHANGED_BEFORE_AVERAGING, "changes gradients of no_sync"),
         ("averaged by the chief", FIRST, Cause.CHANGED_ON_ONE_TOWER, "the towers evaluate AveragedModel after step 1"),
-        ("buffers of its own", FIRST, Cause.BUFFER, "Sequential.0.mean after step 1 is not what one tower has"),
+        ("buffers of its own", FIRST, Cause.BUFFER, "Sequential.0.mean after step 1 differs from one tower's"),
     ],
 )
 def test_a_cause_is_named(
@@ -139,7 +139,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
         ("two models", 5, 10, "Adam 1"),
         ("padded", 5, 5, "The same"),
         ("restarts", 5, 5, "The same"),
-        ("noise", 5, 5, "Random numbers that run draws come from one stream"),
+        ("noise", 5, 5, "Random numbers that run draws are one stream"),
     ],
 )
 def test_a_right_script_is_called_so(
@@ -162,7 +162,7 @@ def test_a_right_script_is_called_so(
     ("kind", "words"),
     [
         ("half", "The same, as far as rounding lets one see: from step 1 on rounding alone makes more than 0.001"),
-        ("stack and time first", "Random numbers that run draws come from one stream"),
+        ("stack and time first", "Random numbers that run draws are one stream"),
         ("mean and next", "The script ends in StopIteration (line {next})"),
         ("mean and count", "The script ends in AssertionError (line {count})"),
         ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2. What follows was not"),
@@ -203,7 +203,7 @@ def test_virtual_towers_are_equal_to_the_bit(tmp_path: pathlib.Path) -> None:
 def test_other_ways_of_averaging_are_left_out_which_is_said(tmp_path: pathlib.Path, way: str) -> None:
     report = mirrored.verify(script_in(tmp_path, way), steps=2)
     assert report.equal
-    assert "synchronize= or compression= is left out, and what it changes is not compared" in plain(report)
+    assert "synchronize= or compression= is ignored, and its effect is not compared" in plain(report)
 
 
 def test_the_command() -> None:
@@ -217,14 +217,14 @@ def test_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere.py"], "there is no file nowhere.py"),
+        (["nowhere.py"], "the file nowhere.py does not exist"),
         (["--towers", "1", __file__], "towers is 1, but one tower is compared with at least 2"),
         (["--steps", "0", __file__], "steps is 0, but must be at least 1"),
         (["--tolerance", "-1", __file__], "tolerance is -1.0, but must not be negative"),
         (["--devices", "cpu:0", __file__], "towers is 2, but devices names 1"),
         (["--timeout", "0", __file__], "timeout is 0.0, but must be more than 0"),
-        (["tests"], "there is no file tests"),
-        (["-m", "mirrored.nowhere"], "there is no module mirrored.nowhere"),
+        (["tests"], "the file tests does not exist"),
+        (["-m", "mirrored.nowhere"], "the module mirrored.nowhere does not exist"),
         (["--exakt", __file__], "unrecognized arguments: --exakt"),
     ],
 )
@@ -255,7 +255,7 @@ def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tm
     report = mirrored.verify(PROGRAMS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
     assert report.causes == (Cause.NOT_COMPARABLE,), report
     assert report.exit_code == 1
-    assert f"did not start alike: {tmp_path / 'kept'}." in plain(report)
+    assert f"did not start from the same state: {tmp_path / 'kept'}." in plain(report)
     assert "The same" not in plain(report)
 
 

@@ -145,7 +145,7 @@ class Group(dist.ProcessGroup):
         for rank, other in enumerate(calls):
             if other not in (None, local := calls[self.rank()]):
                 raise DisagreementError(
-                    f"the ranks called different things: rank {rank} {other}, rank {self.rank()} {local}; every rank "
+                    f"the ranks made different calls: rank {rank} {other}, rank {self.rank()} {local}; every rank "
                     "must make the same calls in the same order"
                 )
 
@@ -157,7 +157,7 @@ class Group(dist.ProcessGroup):
         """
         root = int(getattr(opts, "rootRank", opts))
         if not 0 <= root < self.size():
-            raise ArgumentError(f"{call}: there is no rank {root} in a group of {self.size()}")
+            raise ArgumentError(f"{call}: a group of {self.size()} has no rank {root}")
         return root
 
     def barrier(self, opts: Any = None) -> CompletedWork:
@@ -205,8 +205,8 @@ class Group(dist.ProcessGroup):
             others = [entry for entry in dist.get_backend_config(self).split(",") if not entry.endswith(f":{name}")]
             if not others:
                 raise ArgumentError(
-                    f"the backend {name} takes tensors on the CPU; for others name one beside it, as in "
-                    f"init_process_group('cpu:{name},cuda:nccl')"
+                    f"the backend {name} takes tensors on the CPU; name a second backend for other tensors, as "
+                    f"in init_process_group('cpu:{name},cuda:nccl')"
                 )
             self._other = dist.new_group(
                 dist.get_process_group_ranks(self),

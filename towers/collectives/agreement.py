@@ -63,8 +63,9 @@ def announce_with_body(
         others = [tower for tower, message in enumerate(messages) if not message.startswith(b'{"call"')]
         whose = name_towers(others) if others else "another tower"
         raise DisagreementError(
-            f"the towers called different things: tower {comm.index} {call}, and {whose} something else; every "
-            f"tower must make the same calls in the same order. {DECIDE_TOGETHER}"
+            f"the towers made different calls: tower {comm.index} {call}, and {whose} something else; every tower "
+            "must "
+            f"make the same calls in the same order. {DECIDE_TOGETHER}"
         ) from None
     for tower, other in enumerate(headers):
         if other["error"] is not None:
@@ -73,7 +74,7 @@ def announce_with_body(
     for tower, other in enumerate(headers):
         if other["call"] != headers[0]["call"]:
             raise DisagreementError(
-                f"the towers called different things: tower {tower} {other['call']}, tower 0 {headers[0]['call']}; "
+                f"the towers made different calls: tower {tower} {other['call']}, tower 0 {headers[0]['call']}; "
                 f"every tower must make the same calls in the same order. {DECIDE_TOGETHER}"
             )
     return [

@@ -151,8 +151,8 @@ def _check_default_group(tower: Participant, device: torch.device, backend: str)
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (tower.index, len(tower.names)):
         raise ValueError(
-            f"torch.distributed is initialised as rank {rank} of {size}, but {tower.origin} says tower {tower.index} "
-            f"of {len(tower.names)}"
+            f"torch.distributed is initialised as rank {rank} of {size}, but {tower.origin} names tower "
+            f"{tower.index} of {len(tower.names)}"
         )
     if backend == "nccl":
         nccl.check_bound(bound_device(), device)
@@ -168,9 +168,9 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
     is_same = all(message[key] == reference[key] for key in ("accelerator", "machine"))
     if message["accelerator"] and is_same and message["options"]["implementation"] != "host":
         return (
-            f"{where[0]} and {where[1]} use the same GPU, {message['device']}; give each a GPU of its own "
-            "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are), or let them share it: devices="
-            f"{[message['device'], message['device']]!r}"
+            f"{where[0]} and {where[1]} use the same GPU, {message['device']}; give each its own GPU (LOCAL_RANK "
+            "is a tower's index on its host, CUDA_VISIBLE_DEVICES lists the GPUs), or let them share it: "
+            f"devices={[message['device'], message['device']]!r}"
         )
     return None
 

@@ -112,6 +112,6 @@ def _difference(purposes: Sequence[str]) -> str:
     # Texts of which only the beginnings differ look the same here.
     tower, other = next(((i, text) for i, text in enumerate(purposes) if text != first), (1, first))
     return (
-        f"the towers do different things: tower 0 {first}, tower {tower} {other}; every tower must use the same layers "
-        "in the same order, forward and backward, with an empty share too"
+        f"the towers made different calls: tower 0 {first}, tower {tower} {other}; every tower must use the same "
+        "layers in the same order, forward and backward, with an empty share too"
     )

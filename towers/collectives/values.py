@@ -301,7 +301,7 @@ def _announce_leaves(
     for tower, reply in enumerate(replies):
         if reply.details["structure"] != replies[0].details["structure"]:
             raise DisagreementError(
-                f"the towers called different things: tower {tower} {call} of {reply.details['structure']}, "
+                f"the towers made different calls: tower {tower} {call} of {reply.details['structure']}, "
                 f"tower 0 of {replies[0].details['structure']}"
             )
     inline = local is not None and all(reply.details.get("inline") for reply in replies)

@@ -219,9 +219,9 @@ class Bucket:
             one_of = "one of " if len(changed) > 1 else ""
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise TowersError(
-                f"the gradient of {one_of}{names}{more} was changed on tower {tower} during backward(), when it was "
-                "already on its way to the other towers. A hook may change the gradient of its own parameter only; "
-                "change the others before backward(), or when it has returned"
+                f"the gradient of {one_of}{names}{more} was changed on tower {tower} during backward(), after "
+                "its exchange with the other towers had started. A hook may change the gradient of its own "
+                "parameter only; change other gradients before backward(), or after it has returned"
             )
 
     def _check_holders(self, channel: Communicator) -> None:

@@ -172,8 +172,8 @@ class Cycle:
         """
         if self.state is not State.IDLE:
             raise TowersError(
-                f"a backward() on tower {self._channel.index} ended in an exception before its gradients were "
-                "averaged; the towers are out of step and cannot go on: start again from the last checkpoint"
+                f"a backward() on tower {self._channel.index} raised an exception before its gradients were "
+                "averaged; the towers are out of step and cannot continue: restart from the last checkpoint"
             )
 
     def check_paired(self) -> None:
@@ -205,9 +205,9 @@ class Cycle:
         self._channel.check_in_step()  # before anything is written where others may read it
         if compiled_autograd_runs():  # it calls hooks, but not what is queued for the end of a backward
             raise TowersError(
-                f"compiled autograd runs this backward() on tower {self._channel.index}, and does not say when it is "
-                f"done, so gradients cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) compiles "
-                "the model's backward without it"
+                f"compiled autograd runs this backward() on tower {self._channel.index}, and does not report its "
+                f"end, so gradients cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) "
+                "compiles the model's backward without it"
             )
         self.check_paired()
         self._channel.health.train()
@@ -238,9 +238,9 @@ class Cycle:
         bucket = slot.bucket
         if gradient is not None and gradient.dtype != slot.dtype and gradient_dtype(parameter) != slot.dtype:
             raise TowersError(
-                f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its gradients were "
-                f"of {slot.dtype} when strategy.run(...) began. Convert a model (model.to, model.float, model.half) "
-                "between two runs, on all towers"
+                f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its "
+                f"gradients were of {slot.dtype} at the start of strategy.run(...). Convert a model (model.to, "
+                "model.float, model.half) between two runs, on all towers"
             )
         if bucket.is_packed:
             raise TowersError(

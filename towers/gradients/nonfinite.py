@@ -85,7 +85,7 @@ def _describe(towers: Sequence[dict[str, str]], backward: int) -> str:
         described.append(f"{name} ({places})")
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"gradients are not finite in backward() number {backward}: {', '.join(described)}{more}. Look at that tower's "
-        "batch, loss and learning rate; torch.autograd.set_detect_anomaly(True) finds the operation. Averaged, the "
-        "gradient is not finite on any tower: zero_grad() before going on"
+        f"gradients are not finite in backward() number {backward}: {', '.join(described)}{more}. Look at that "
+        "tower's batch, loss and learning rate; torch.autograd.set_detect_anomaly(True) finds the operation. "
+        "The average is not finite on any tower: call zero_grad() before you continue"
     )

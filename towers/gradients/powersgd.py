@@ -81,7 +81,7 @@ def checked(how: Compression, training: Mapping[str, Any]) -> PowerSGD:
     Raises:
         ValueError: one does not.
     """
-    assert isinstance(how, PowerSGD), "there is no other way"
+    assert isinstance(how, PowerSGD), "no other way exists"
     for name, reason in _REFUSED.items():
         if training[name] not in (None, False):
             raise ValueError(f"compression= averages gradients approximately, while {reason}: leave one of the two out")

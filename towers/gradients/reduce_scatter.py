@@ -90,7 +90,9 @@ class ReduceScatter(AllReduce):
         if not self._reduced:
             return
         with InStep(self._regions.barrier):
-            self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
+            self._regions.barrier.wait_tagged(
+                "uses the averaged gradients, or keeps them until another backward starts"
+            )
             reduced, self._reduced = self._reduced, []
             for bucket, tensors in reduced:
                 local = tensors[self._channel.index]

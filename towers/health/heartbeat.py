@@ -75,8 +75,9 @@ def start(health: Health, tower: Participant, store: Store, step_seconds: float)
         health.heartbeat = Heartbeat(health, tower, SignedStore(store, tower.token))
     elif tower.index == 0:
         log.warning(
-            "torch.distributed was initialised through a file, so towers send no heartbeats: timeout errors do not say "
-            "where other towers are, no deadlocks are found, and models are not compared when the programs end"
+            "torch.distributed was initialised through a file, so towers send no heartbeats: timeout errors do "
+            "not name the positions of other towers, deadlocks are not detected, and models are not compared at "
+            "the end of the program"
         )
     arguments = weakref.ref(health), health.record, tower.index, step_seconds
     threading.Thread(target=_watch_steps, args=arguments, name="towers-step-deadline", daemon=True).start()
@@ -120,7 +121,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         me, store, answered = self._tower, self._store, 0
-        log.debug("tower %d has begun its heartbeats", me)
+        log.debug("tower %d has started its heartbeats", me)
         try:
             while (health := self._health()) is not None:
                 store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})

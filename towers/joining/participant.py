@@ -111,12 +111,13 @@ class Participant:
                 socket.create_connection(self.address, timeout=2.0).close()
                 break
             except UnicodeError as error:
-                raise StartupError(f"{address} (from {self.origin}) is no address: {error}") from None
+                raise StartupError(f"{address} (from {self.origin}) is not an address: {error}") from None
             except OSError as error:
                 if deadline.has_passed():
                     raise StartupError(
                         f"{server} did not answer at {address} within {deadline.elapsed():.0f} s "
-                        f"({error.strerror or error}); the address comes from {self.origin}: start it, or correct that"
+                        f"({error.strerror or error}); the address was read from {self.origin}: start it, or "
+                        "correct the address"
                     ) from None
                 if quiet.has_passed():
                     self.say_waiting(f"{server} at {address} (from {self.origin}), which does not answer yet")
@@ -131,8 +132,8 @@ class Participant:
         except (TimeoutError, RuntimeError) as error:
             reason = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
             raise StartupError(
-                f"what listens at {address} does not answer as {server} would{reason}: another program has the port; "
-                f"the address comes from {self.origin}: start {server} there, or correct that"
+                f"a program that is not {server} listens at {address}{reason}: another program has the port; the "
+                f"address was read from {self.origin}: start {server} there, or correct the address"
             ) from None
         try:
             with self.needs_server():
@@ -142,10 +143,10 @@ class Participant:
                 SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
         except OtherJobError as error:
             raise HandshakeError(
-                f"{self.kind} {self.index} (on {socket.gethostname()}) is not of the job that meets at {address}: its "
-                f"store holds {error}; the address comes from {self.origin}. All processes of a job have the same "
-                f"{JOB_TOKEN} or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables "
-                "left over from another job"
+                f"{self.kind} {self.index} (on {socket.gethostname()}) does not belong to the job that meets at "
+                f"{address}: its store holds {error}; the address was read from {self.origin}. All processes of "
+                f"a job have the same {JOB_TOKEN} or none (under torchrun without one, the same "
+                "TORCHELASTIC_RUN_ID); look for variables left over from another job"
             ) from None
         return store
 
@@ -158,7 +159,7 @@ class Participant:
                 if earlier is None and self._is_served_by_this_job():
                     earlier = Deadline(min(self.seconds, _EARLIER_SECONDS))
                     print(
-                        f"towers: an earlier start of this job still has {join_address(*self.address)} (from "
+                        f"mirrored: an earlier start of this job still has {join_address(*self.address)} (from "
                         f"{self.origin}): waiting for its end, for at most {earlier.seconds:.0f} s",
                         file=sys.stderr,
                         flush=True,
@@ -182,7 +183,7 @@ class Participant:
     def say_waiting(self, whom: str) -> None:
         """Say on standard error for whom this process waits, and how long it will."""
         limit = "" if math.isinf(self.seconds) else f", for at most {self.seconds:.0f} s in all"
-        print(f"towers: {self.kind} {self.index} waits for {whom}{limit}", file=sys.stderr, flush=True)
+        print(f"mirrored: {self.kind} {self.index} waits for {whom}{limit}", file=sys.stderr, flush=True)
 
     def _await_own_name(self) -> None:
         """Wait until the name at which this process serves the store can be looked up.
@@ -192,7 +193,7 @@ class Participant:
         if machine.can_look_up(self.address[0]):
             return
         seconds, what = min(self.seconds, _NAME_SECONDS), f"{printable(self.address[0])} (from {self.origin})"
-        print(f"towers: {what} cannot be looked up yet: waiting {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"mirrored: {what} cannot be looked up yet: waiting {seconds:.0f} s", file=sys.stderr, flush=True)
         wait_until(lambda: machine.can_look_up(self.address[0]), seconds, pause=0.2)
 
     @contextlib.contextmanager
@@ -260,11 +261,11 @@ class _Handshake:
             if late:
                 reasons = {i: self._store.rejected.get(self._key(i)) for i in missing}
                 described = ", ".join(
-                    f"{kind} {i} ({names[i]})" + (f", in whose place there is {reason}" if reason else "")
+                    f"{kind} {i} ({names[i]})" + (f" (its entry in the store is {reason})" if reason else "")
                     for i, reason in reasons.items()
                 )
                 self._fail_together(
-                    f"{len(missing)} of {len(names)} {kind}s did not come within {deadline.elapsed():.0f} s: "
+                    f"{len(missing)} of {len(names)} {kind}s did not join within {deadline.elapsed():.0f} s: "
                     f"{described}; the list of {kind}s was read from {self._process.origin}",
                     StartupError,
                 )

@@ -87,7 +87,7 @@ def _parse(text: str | bytes) -> Message:
     except (ValueError, RecursionError):  # no JSON, no UTF-8, numbers of thousands of digits, thousands of brackets
         raise NotAMessageError(f"{len(text)} bytes that are not JSON") from None
     if not isinstance(value, dict):
-        raise NotAMessageError("JSON that is no object")
+        raise NotAMessageError("JSON that is not an object")
     return value
 
 

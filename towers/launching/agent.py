@@ -82,7 +82,7 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except (TowersError, OSError) as error:
-        code, text = 1, f"towers: {error}"
+        code, text = 1, f"mirrored: {error}"
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
     if code < 0:
         _die_by(-code)

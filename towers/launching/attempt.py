@@ -245,7 +245,7 @@ class Attempt:
 
     def _let_save(self) -> None:
         if towers := self._saving():
-            text = f"towers: {name_towers(towers)} may take {SAVING_SECONDS:.0f} s for the checkpoint under way"
+            text = f"mirrored: {name_towers(towers)} may take {SAVING_SECONDS:.0f} s for the checkpoint under way"
             print(text, file=sys.stderr, flush=True)
             wait_until(lambda: not self._saving(), SAVING_SECONDS)
         if self.preempted:

@@ -83,7 +83,7 @@ class ChiefRendezvous(WorkersRendezvous):
                 with_fewer = job.min_towers is not None and self.attempt > 0
                 if not with_fewer and not (self.lost() and losses <= job.restarts):
                     raise
-                print(f"towers: {error}", file=sys.stderr, flush=True)
+                print(f"mirrored: {error}", file=sys.stderr, flush=True)
 
     def _begin(self, tcp: TCPStore, deadline: Deadline) -> None:
         """Write the next attempt into the store.
@@ -104,11 +104,11 @@ class ChiefRendezvous(WorkersRendezvous):
             self.members = choose_members(job, present)
             if not self.members:
                 raise StartupError(
-                    f"{len(present)} of {job.workers} workers have come within {deadline.elapsed():.0f} s, which are "
-                    f"too few for min_towers={job.min_towers}"
+                    f"{len(present)} of {job.workers} workers have joined within {deadline.elapsed():.0f} s, too "
+                    f"few for min_towers={job.min_towers}"
                 )
             if (count := len(self.members)) < job.workers:
-                print(f"towers: the job goes on with {count} of {job.workers} workers", file=sys.stderr, flush=True)
+                print(f"mirrored: the job continues with {count} of {job.workers} workers", file=sys.stderr, flush=True)
         self.attempt += 1
         self._say(tcp, {"members": self.members})
 
@@ -182,7 +182,7 @@ class FollowerRendezvous(WorkersRendezvous):
             try:
                 info = self._meet(tcp, deadline.seconds)
             except StartupError as error:  # the chief decides
-                print(f"towers: {error}", file=sys.stderr, flush=True)
+                print(f"mirrored: {error}", file=sys.stderr, flush=True)
             else:
                 self._has_met = True
                 return info
@@ -197,7 +197,7 @@ class FollowerRendezvous(WorkersRendezvous):
         while True:
             if not self.lost() and self._lifeline is not None and self._lifeline.has_ended:
                 if self._has_met:
-                    raise StartupError("the chief has ended the job; what it printed last says why")
+                    raise StartupError("the chief has ended the job; its last lines name the cause")
                 self._lifeline, self.attempt = None, -1  # see [Note: jobs that are ending]
             tcp = self._open_store(deadline.remaining())
             try:

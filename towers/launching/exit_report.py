@@ -35,13 +35,13 @@ def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
 def _preempted(attempt: Attempt) -> str:
     tower = min(tower for tower, code in attempt.endings.items() if code == EXIT_PREEMPTED)
     by = f" by {attempt.forwarded.name}" if attempt.forwarded is not None else ""
-    return f"towers: preempted{by}: the towers ended {_status(attempt, tower)}, with exit code {EXIT_PREEMPTED}"
+    return f"mirrored: preempted{by}: the towers ended {_status(attempt, tower)}, with exit code {EXIT_PREEMPTED}"
 
 
 def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
     codes = {tower: code for tower, code in attempt.endings.items() if code}
     if not codes:
-        return 1, f"towers: {attempt.broadcast.received}"
+        return 1, f"mirrored: {attempt.broadcast.received}"
     reports = {tower: attempt.report_of(tower) for tower in codes}
     for tower, report in reports.items():
         log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
@@ -50,19 +50,19 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
     name, status = _name(job, first), _status(attempt, first)
     lines = []
     if report is not None:
-        lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
+        lines.append(f"mirrored: tower {first} failed:\n{report.trace.rstrip()}")
         sentence = f"{name} failed {status}: {report.short}"
     elif code < 0:
         sentence = f"{name} was ended by {signal_name(-code)} {status}"
     else:
         alone = ", and others did not, so nothing was saved together" if code == EXIT_PREEMPTED else ""
         sentence = f"{name} ended with exit code {code} {status}{alone}"
-    lines.append(f"towers: {sentence}")
+    lines.append(f"mirrored: {sentence}")
     is_consequence = report is not None and report.consequence
     # Towers that only report that another one is gone are not the first failure, but one that ended well may be.
     cause = attempt.broadcast.first_failure(_first_good_end(job, attempt) if is_consequence else sentence)
     if cause not in (None, sentence):
-        lines.append(f"towers: first of all, {cause}")
+        lines.append(f"mirrored: root cause: {cause}")
     return 1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines)
 
 
@@ -75,7 +75,7 @@ def _first_good_end(job: Job, attempt: Attempt) -> str | None:
             if code == 0 and status is not None and status.is_between_runs:
                 call = " and made a call that it did not make: look for one under `if strategy.is_chief:`"
             end = f"ended with exit code {code} {_status(attempt, tower)}"
-            return f"{_name(job, tower)} {end}, while others went on{call}"
+            return f"{_name(job, tower)} {end}, while others continued{call}"
     return None
 
 

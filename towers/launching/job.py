@@ -169,7 +169,7 @@ def _rerun_script(main: ModuleType | None, at: int) -> list[str]:
 
 def _check_is_users(file: str | None) -> None:
     if file is None or not file.endswith(".py"):
-        raise _cannot("the running program is no .py file")
+        raise _cannot("the running program is not a .py file")
     path = pathlib.Path(file).resolve()
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = any(path.is_relative_to(pathlib.Path(place).resolve()) for place in places)

@@ -168,7 +168,7 @@ class _Towers(Attempt):
         except EOFError:  # the process is gone without a reply
             failed = self._death(tower)
         except Exception as error:
-            failed = Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
+            failed = Failure(tower, error, f"the result of tower {tower} cannot be read here: {error}")
         if failed is None:
             return 0
         self.failures.append(failed)
@@ -318,9 +318,9 @@ def _check_accelerators(names: str) -> None:
     kinds = {devices.parse(name).type for name in names.split(",")} if names else {devices.accelerator_kind()}
     if any(is_in_bad_fork(kind) for kind in kinds):
         raise CannotStartError(
-            "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
-            "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "
-            "that out, or give launch devices=['cpu:0', …]"
+            "the fork server that starts towers has used CUDA, so its children cannot: a module that it loaded "
+            "beforehand (multiprocessing's set_forkserver_preload) uses GPUs when it is imported; remove that "
+            "module, or pass devices=['cpu:0', …] to launch"
         )
 
 

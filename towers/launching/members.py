@@ -26,11 +26,11 @@ def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | 
     if not isinstance(min_towers, int) or isinstance(min_towers, bool) or min_towers < 1:
         raise ValueError(f"min_towers is {min_towers!r}, but must be a positive whole number")
     if not restarts:
-        raise ValueError(f"min_towers={min_towers} is for jobs that start again: say restarts=, too")
+        raise ValueError(f"min_towers={min_towers} is for jobs that restart: pass restarts=, too")
     if virtual_towers is not None and virtual_towers % min_towers:
         raise ValueError(
-            f"min_towers is {min_towers}, but virtual_towers={virtual_towers} is cut into equal parts: say a number "
-            "that divides it"
+            f"min_towers is {min_towers}, but virtual_towers={virtual_towers} is split into equal parts: pass a "
+            "number that divides it"
         )
 
 
@@ -62,7 +62,9 @@ def on_devices_left(job: Job) -> Job:
         )
     if towers < job.towers:
         print(
-            f"towers: {towers} of {job.towers} towers go on, on the devices that are left", file=sys.stderr, flush=True
+            f"mirrored: {towers} of {job.towers} towers continue, on the devices that are left",
+            file=sys.stderr,
+            flush=True,
         )
     return dataclasses.replace(job, towers=towers, devices=named[:towers])
 

@@ -62,35 +62,35 @@ def run_attempts(
                 part = on_devices_left(job)
                 os.environ[DEVICES] = ",".join(part.devices)
             code, text = run_attempt(part, attempt, rendezvous)
-            then = f"all start again ({len(failures) + 1} of {job.restarts} restarts)"
+            then = f"restarting all towers ({len(failures) + 1} of {job.restarts} restarts)"
             if code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
-                code, then = 0, "all start again, with a worker that has come"
+                code, then = 0, "restarting all towers, with a worker that has rejoined"
             elif code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
                 break
             elif job.worker > 0:
-                then = "worker 0 decides whether all start again"
+                then = "worker 0 decides whether all towers restart"
             else:
                 failures.append((_last_line(text), attempt.step))
                 if against := _reason_against(job, attempt, failures):
                     break
-            print(f"{text}\ntowers: {then}", file=sys.stderr, flush=True)
+            print(f"{text}\nmirrored: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
-        return code or error.code, f"towers: {error}"  # a tower's of this worker, where one has failed
+        return code or error.code, f"mirrored: {error}"  # a tower's of this worker, where one has failed
     except (StartupError, OSError, SignalException) as error:
         if isinstance(rendezvous, ChiefRendezvous):
-            ended = f"worker 0 was told to end by {error.sigval.name}" if isinstance(error, SignalException) else error
+            ended = f"worker 0 received {error.sigval.name}" if isinstance(error, SignalException) else error
             rendezvous.end(str(ended), 1, given_up=True)
         raise
     end = _last_line(text) if text else "the job has ended"
     if against:
-        text, end = f"{text}\ntowers: not started again: {against}", f"{end}; not started again: {against}"
+        text, end = f"{text}\nmirrored: not restarted: {against}", f"{end}; not restarted: {against}"
     if isinstance(rendezvous, ChiefRendezvous):
         rendezvous.end(end, code if code >= 0 else 128 - code, given_up=bool(against))
     return code, text
 
 
 def _last_line(text: str) -> str:
-    return text.splitlines()[-1].removeprefix("towers: ")
+    return text.splitlines()[-1].removeprefix("mirrored: ")
 
 
 def _offer_memory(folder: pathlib.Path) -> None:
@@ -134,7 +134,7 @@ class RestartableAttempt(Attempt):
         if not (stopped := [tower for tower in self.living() if self._is_stopped(tower)]):
             self._stopped.restart()
         elif self._stopped.has_passed():
-            text = f"towers: {name_towers(stopped)}: stopped (SIGSTOP) for {self._stopped.seconds:.0f} s, and killed"
+            text = f"mirrored: {name_towers(stopped)}: stopped (SIGSTOP) for {self._stopped.seconds:.0f} s, and killed"
             print(text, file=sys.stderr, flush=True)
             for tower in stopped:
                 os.kill(self.processes[tower], signal.SIGKILL)
@@ -175,16 +175,16 @@ class RestartableAttempt(Attempt):
 def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[str, int]]) -> str:
     """Why the towers are not started again after these failures, as part of a sentence; empty: they are."""
     first, last = failures[0][0], failures[-1][0]
-    first = f"; first of all, {first}" if first != last else ""
+    first = f"; root cause: {first}" if first != last else ""
     if len(failures) > job.restarts:
-        return f"it was, {job.restarts} times{first}"
+        return f"the limit of {job.restarts} restarts is reached{first}"
     # Of an exception it does not matter on which tower it came first.
     last_two = [(text.partition(" failed ")[2] or text, step) for text, step in failures[-2:]]
     if last_two[1:] == last_two[:1]:
-        return f"it was, and has failed in the same way at the same step{first}"
+        return f"it failed in the same way at the same step as before{first}"
     if job.from_the_start or attempt.restores or not attempt.step:
         return ""
     return (
-        f"the script restores no checkpoint, so its {attempt.step} steps would be lost. Let a CheckpointManager save "
-        f"and resume them; or say --from-the-start to mirrored run{first}"
+        f"the script restores no checkpoint, so its {attempt.step} steps would be lost. Let a CheckpointManager "
+        f"save and resume them; or pass --from-the-start to mirrored run{first}"
     )

@@ -101,7 +101,7 @@ class WorkersRendezvous(Rendezvous):
                 f"the address of worker 0, {self._job.addresses[0]} (from {self._job.origin}), does not lead to this "
                 "machine, which is worker 0"
             )
-            print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
+            print(f"mirrored: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
         return self._tcp
 
     def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:

@@ -75,8 +75,8 @@ def on_one_host(channel: Communicator, timeout: float) -> Communicator:
     host = join(_OnHost(channel), timeout)
     if isinstance(host, str):
         advice = (
-            "give every host towers of its own with mirrored.MultiWorkerMirroredStrategy(shard_optimizer=True), which "
-            "shares out the optimizers' state over all of them"
+            "give every host its own towers with mirrored.MultiWorkerMirroredStrategy(shard_optimizer=True), "
+            "which shards the optimizers' state over all of them"
             if host == SEVERAL_HOSTS
             else "use mirrored.MirroredStrategy(shard_optimizer=True)"
         )

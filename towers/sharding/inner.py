@@ -53,9 +53,9 @@ def check_elementwise(optimizer: Optimizer, feature: str, remedy: str) -> None:
     if kind not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
         known = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
         raise MirrorError(
-            f"{feature} cannot shard {kind.__name__}.step(): that is known to be right for optimizers that "
-            f"update each element for itself ({known}). If {kind.__name__} does, set {kind.__name__}.elementwise = "
-            f"True; else {remedy}"
+            f"{feature} cannot shard {kind.__name__}.step(): sharding is known to be right for optimizers that "
+            f"update each element independently ({known}). If {kind.__name__} does, set "
+            f"{kind.__name__}.elementwise = True; otherwise {remedy}"
         )
     if optimizer.defaults.get("differentiable"):
         raise MirrorError(f"{feature} cannot shard an optimizer with differentiable=True")

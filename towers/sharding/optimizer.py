@@ -250,7 +250,7 @@ class ShardedOptimizer:
         slot, transport = self._averager.slot_of(parameter), self._transport
         if isinstance(slot, DenseSlot) or (slot is not None and transport.takes_sparse and not _hindrance(group)):
             return slot
-        what = f"parameter {slot.name}, whose gradients are sparse" if slot else "parameters that no scope mirrored"
+        what = f"parameter {slot.name}, with sparse gradients" if slot else "parameters that no scope mirrored"
         hindrance = f", together with {_hindrance(group)}" if slot is not None and transport.takes_sparse else ""
         raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{hindrance}")
 

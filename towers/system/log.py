@@ -1,9 +1,10 @@
-"""Log lines that a person sees without configuring anything, and that a configured log receives.
+"""Log lines that are printed unless the program configures logging.
 
-``MIRRORED_LOG_LEVEL`` in the environment sets how much: ``debug``, ``info`` (the default), ``warning``, ``error`` or
-``critical``. On ``debug`` the packages also log changes of their state (towers that start or join, features that are
-attached, models that are mirrored, epochs, checks), with the milliseconds since the process began. A level that a
-program sets on the loggers ``"mirrored"`` and ``"towers"`` itself wins.
+The environment variable ``MIRRORED_LOG_LEVEL`` sets the level: ``debug``, ``info`` (the default), ``warning``,
+``error`` or ``critical``. At ``debug``, the packages also log changes of their state (towers that start or join,
+features that are attached, models that are mirrored, epochs, checks), with the milliseconds since the process started.
+A level that a program sets on the loggers ``"mirrored"`` and ``"towers"`` takes precedence. All lines have the prefix
+``mirrored:``.
 """
 
 from __future__ import annotations
@@ -19,18 +20,35 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 
 
 class _ShownUnlessConfigured(logging.Handler):
-    """Prints to standard error as long as the program has set up no logging of its own."""
+    """Prints to standard error until the program configures the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
             sys.stderr.write(self.format(record) + "\n")  # one write: towers share the terminal
 
 
-def get_logger(name: str) -> logging.Logger:
-    """The logger of one of the packages (``"towers"`` or ``"mirrored"``).
+class _Line(logging.Formatter):
+    """Formats records as ``mirrored: message``, and warnings as ``mirrored: warning: message``.
 
-    INFO lines show on standard error until the program configures Python's root logger; from then on they
-    go where that says. Silence them with ``MIRRORED_LOG_LEVEL=warning`` in the environment, or with
+    Args:
+        times: adds the milliseconds since the process started.
+    """
+
+    def __init__(self, times: bool) -> None:
+        super().__init__()
+        self._times = times
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = f" {record.relativeCreated:.0f} ms" if self._times else ""
+        severity = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"mirrored{time}: {severity}{super().format(record)}"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Returns the logger of a package (``"towers"`` or ``"mirrored"``).
+
+    INFO lines are printed to standard error until the program configures Python's root logger. Then they go to the root
+    logger's handlers. Silence them with ``MIRRORED_LOG_LEVEL=warning`` in the environment, or with
     ``logging.getLogger("mirrored").setLevel("WARNING")``.
     """
     logger = logging.getLogger(name)
@@ -38,9 +56,8 @@ def get_logger(name: str) -> logging.Logger:
         return logger
     wanted = os.environ.get(LEVEL, "").strip().lower() or "info"
     level = _LEVELS.get(wanted, logging.INFO)
-    since_start = " %(relativeCreated).0f ms" if level == logging.DEBUG else ""
     handler = _ShownUnlessConfigured()
-    handler.setFormatter(logging.Formatter(f"%(name)s{since_start}: %(message)s"))
+    handler.setFormatter(_Line(times=level == logging.DEBUG))
     logger.addHandler(handler)
     if logger.level == logging.NOTSET:
         logger.setLevel(level)

@@ -197,9 +197,9 @@ class Barrier(Caller):
         tags = self.tags.differing()
         for tower, other in enumerate(tags):
             if other != tags[0]:
-                first, second = (text or "does something else" for text in (tags[0], other))
+                first, second = (text or "makes another call" for text in (tags[0], other))
                 error = DisagreementError(
-                    f"the towers do different things: tower 0 {first}, tower {tower} {second}; every tower must make "
+                    f"the towers made different calls: tower 0 {first}, tower {tower} {second}; every tower must make "
                     f"the same calls in the same order. {DECIDE_TOGETHER}"
                 )
                 if None in tags:  # that tower has called wait, so it compares nothing and would go on waiting
