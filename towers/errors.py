@@ -1,56 +1,56 @@
-"""What can go wrong between towers, as types a caller can catch."""
+"""The errors between towers."""
 
 from __future__ import annotations
 
 
 class TowersError(RuntimeError):
-    """Base of everything that goes wrong between towers."""
+    """Base class of all errors between towers."""
 
 
 class CannotStartError(TowersError):
-    """More than one tower is wanted, but this process cannot be run again as several.
+    """The job has several towers, but this process cannot be restarted as several.
 
     Raised in notebooks, test runners, installed programs and interactive sessions.
     """
 
 
 class StartupError(TowersError):
-    """The towers, or the workers that hold them, did not all come before the start-up deadline."""
+    """Some towers or workers did not join before the start-up deadline."""
 
 
 class PortInUseError(StartupError, OSError):
-    """The address where the others expect the chief is taken. It is never moved silently."""
+    """Another program uses the address at which the other workers expect the chief. No other port is tried."""
 
 
 class HandshakeError(TowersError):
-    """The towers do not belong together, and all raise this with one text.
+    """The towers do not belong to the same job. All towers raise this error with the same message.
 
-    A process that takes another's index, or comes from another job, raises it alone.
+    A process that uses the index of another tower, or belongs to another job, raises it alone.
     """
 
 
 class DisagreementError(TowersError, ValueError):
-    """Towers called one collective with different operations, shapes, dtypes or structures."""
+    """Towers called the same collective with different operations, shapes, dtypes or structures."""
 
 
 class DeadlockError(DisagreementError):
-    """Towers wait for each other in different collectives: some have left out a call that others have made."""
+    """Towers wait for each other in different collectives, because some have skipped a call."""
 
 
 class ArgumentError(TowersError, ValueError):
-    """A collective was called with tensors or an operation that it cannot take."""
+    """A collective was called with tensors or an operation that it does not support."""
 
 
 class PeerLostError(TowersError):
-    """Another tower has ended while this one waited for it: a consequence of whatever ended that one."""
+    """Another tower ended while this one waited for it. The cause is the error of that tower."""
 
 
 class CollectiveTimeoutError(TowersError):
-    """A tower waited for others in a collective until the deadline."""
+    """A tower waited for other towers in a collective until the deadline (``timeout_seconds``)."""
 
 
 class StepTimeoutError(TowersError):
-    """A single step took longer than the deadline of steps; the tower that it happened to has ended."""
+    """One call of ``strategy.run`` took longer than ``step_timeout_seconds``. Its tower has ended."""
 
 
 DECIDE_TOGETHER = (
@@ -63,13 +63,13 @@ DECIDE_TOGETHER = (
 def collective_timeout(
     tower: int, seconds: float, awaited: str = "the other towers", status: str = "", peers: str = "", stacks: str = ""
 ) -> CollectiveTimeoutError:
-    """The error of ``tower``, which has waited ``seconds`` in a collective.
+    """Returns the error of a tower that has waited for some seconds in a collective.
 
     Args:
-        awaited: the name of what it waits for.
-        status: what it does, as a :class:`towers.health.status.Status` says it.
-        peers: what the others do, as part of a sentence.
-        stacks: the others' stacks.
+        awaited: the name of the towers that it waits for.
+        status: the tower's position, from a :class:`towers.health.status.Status`.
+        peers: the positions of the other towers, as part of a sentence.
+        stacks: the stacks of the other towers.
     """
     return CollectiveTimeoutError(
         f"tower {tower} waited {seconds:.0f} s for {awaited} in a collective{status and f' ({status})'}"
@@ -81,7 +81,7 @@ def collective_timeout(
 
 
 def out_of_step(tower: int, cause: BaseException) -> TowersError:
-    """The error of ``tower`` in every collective after one that ended in ``cause``."""
+    """Returns the error of a tower in every collective after one that raised ``cause``."""
     kind = PeerLostError if isinstance(cause, PeerLostError) else TowersError
     return kind(
         f"tower {tower} is out of step with the others since a collective ended in an exception ({in_words(cause)}): "
@@ -90,20 +90,20 @@ def out_of_step(tower: int, cause: BaseException) -> TowersError:
 
 
 def in_words(error: BaseException) -> str:
-    """The type of an error, and the first line of what it says."""
+    """Returns the type of an error, and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class MirrorError(TowersError):
-    """The towers' models are not mirror images: names, shapes, dtypes, order or values differ."""
+    """The towers' models differ in names, shapes, dtypes, order or values."""
 
 
 class NonFiniteGradientError(TowersError):
-    """A tower contributed a gradient that is NaN or infinite; raised on all towers with one text, after averaging."""
+    """A gradient of one tower is NaN or infinite. All towers raise this error, with one message, after averaging."""
 
 
 class ForkedError(TowersError):
-    """The process was forked after its tower started; the copy has no place among the towers."""
+    """The process was forked after its tower started. The copy is not a tower."""
 
 
 class TowerFailedError(TowersError):
@@ -111,8 +111,8 @@ class TowerFailedError(TowersError):
 
     Attributes:
         tower: index of the tower that failed first.
-        failures: for every tower that failed, in order of time, its
-            :class:`towers.launching.launch.Failure` (tower, exception or None, traceback text).
+        failures: a :class:`towers.launching.launch.Failure` (tower, exception or None, traceback) for every tower that
+            failed, in order of time.
     """
 
     def __init__(self, message: str, tower: int, failures: tuple[object, ...] = ()) -> None:

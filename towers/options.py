@@ -1,4 +1,4 @@
-"""Options of communication, and errors for the arguments that TensorFlow gives other names."""
+"""Options of communication, and errors for arguments that have other names in TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-GLOO_BUCKET_BYTES = 4 * 2**20  # smaller ones cross a network earlier beside backward, and cost Gloo little
+GLOO_BUCKET_BYTES = 4 * 2**20  # smaller buckets are sent earlier during backward, and cost Gloo little
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory", "host")
 _ALGORITHMS = ("ring", "auto")
@@ -21,34 +21,35 @@ _R = TypeVar("_R")
 
 
 class Compression:
-    """A way to send gradients in fewer bytes, which changes them: :class:`towers.gradients.powersgd.PowerSGD`."""
+    """Base class of lossy compressions of gradients, such as :class:`towers.gradients.powersgd.PowerSGD`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Options of a strategy's communication; they must be the same on all towers.
+    """Options of a strategy's communication. They must be the same on all towers.
 
     Attributes:
-        implementation: "auto" (between accelerators NCCL or what torch has for their kind; between CPU towers shared
-            memory inside each host, Gloo across hosts and where memory cannot be shared), "nccl", "gloo",
-            "shared_memory", or "host": towers on accelerators average in the hosts' memory, as CPU towers would; "auto"
-            does so where torch has no collectives for the kind of device, or towers share one.
-        algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
-            ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
-        wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits
-            of precision. What CPU towers average in shared memory is not sent and keeps its precision, and so do sparse
-            gradients. With ``virtual_towers``, which promise bits, it is a ValueError.
-        compression: how gradients are averaged in fewer bytes, approximately: :class:`mirrored.PowerSGD`.
-        bucket_bytes: gradients travel in buckets of about this many bytes; None: 25 MiB, through Gloo 4 MiB.
-        timeout_seconds: how long a collective may take before it is an error.
-        startup_timeout_seconds: how long towers and workers wait for each other at the start.
-        rejoin_timeout_seconds: the same when they are started again after a failure.
-        step_timeout_seconds: how long one ``strategy.run`` may take with several towers; a tower that takes longer says
-            what it is doing and ends, and so do the others. ``math.inf``: no limit.
+        implementation: the library that averages. "auto" uses NCCL (or torch's collectives for that kind of device)
+            between accelerators, shared memory between CPU towers of one host, and Gloo across hosts and for hosts
+            without shared memory. "nccl", "gloo" and "shared_memory" name one. "host" averages the gradients of
+            accelerators in the hosts' memory; "auto" does so if torch has no collectives for the kind of device, or
+            if towers share a device.
+        algorithm: "ring" selects NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner. ``NCCL_ALGO`` in the
+            environment takes precedence. Gloo always uses its ring.
+        wire_dtype: "same", or "bfloat16" to send float32 gradients between devices or hosts as bfloat16, in half the
+            bytes, with 8 bits of precision. Gradients that CPU towers average in shared memory, and sparse gradients,
+            keep their precision. With ``virtual_towers``, "bfloat16" is a ValueError.
+        compression: a lossy compression of gradients, such as :class:`mirrored.PowerSGD`.
+        bucket_bytes: the approximate size of gradient buckets in bytes. None: 25 MiB, or 4 MiB with Gloo.
+        timeout_seconds: the deadline of a collective.
+        startup_timeout_seconds: the time for which towers and workers wait for each other at the start.
+        rejoin_timeout_seconds: the same at a restart after a failure.
+        step_timeout_seconds: the deadline of one ``strategy.run`` call on several towers. A tower that takes longer
+            reports its position and ends, and so do the other towers. ``math.inf``: no limit.
 
     Raises:
         ValueError: an unknown name, or a number that is not positive.
-        TypeError: ``compression`` is no way of compressing.
+        TypeError: ``compression`` is not a :class:`Compression`.
     """
 
     implementation: str = "auto"
@@ -90,10 +91,13 @@ class CommunicationOptions:
 
 
 def instead_of(**ours: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """For a public function: arguments of TensorFlow's that it does not have, and what to write in their place.
+    """Decorates a public function with advice for arguments that TensorFlow has and the function lacks.
 
-    Such an argument by name, or one positional argument too many, is a TypeError that says so; the function's signature
-    stays what it is.
+    Such an argument by name, or one positional argument too many, is a TypeError that contains the advice. The
+    function's signature does not change.
+
+    Args:
+        ours: the advice for each argument of TensorFlow.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

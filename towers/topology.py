@@ -1,52 +1,52 @@
-"""A tower's place among the towers of its job, and the environment variables that launchers give it."""
+"""A tower's position among the towers of its job, and the environment variables that launchers set."""
 
 from __future__ import annotations
 
 import dataclasses
 
 STARTED_BY = "TOWERS_STARTED_BY"
-"""Environment variable that our launchers set, for the log: ``python``, ``launch``, ``TF_CONFIG`` …"""
+"""Environment variable with the kind of launcher, for the log: ``python``, ``launch``, ``TF_CONFIG`` …"""
 
 DEVICES = "TOWERS_DEVICES"
 """Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
 
 FEWER_WORKERS = "TOWERS_FEWER_WORKERS"
-"""Is set by our agent where not all workers of the cluster take part (``min_towers``)."""
+"""Environment variable that the agent sets if not all workers of the cluster take part (``min_towers``)."""
 
 AGENT = "TOWERS_AGENT_PID"
 """Environment variable with the process id of the agent that started a tower."""
 
 STATUS_RECORD = "TOWERS_STATUS_RECORD"
-"""Environment variable with the file of a tower's status record, which the process that started the tower reads."""
+"""Environment variable with the file of a tower's status record, which the starter of the tower reads."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file in which a tower that fails leaves its report, in the form that torchrun reads."""
+"""Environment variable with the file for the report of a tower that fails, in torchrun's format."""
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-"""Environment variable with the agent's id of the job: torchrun's agent, or ours, has started this tower."""
+"""Environment variable with the id of the job. An agent, torchrun's or mirrored's, has started this tower."""
 
 MEMORY = "TOWERS_MEMORY"
 """Environment variable with a folder of links ``file…`` to empty files in the memory of the agent, for its towers."""
 
 JOB_TOKEN = "MIRRORED_JOB_TOKEN"
-"""Environment variable with a secret that all processes of one job have, and no others."""
+"""Environment variable with a secret that only the processes of one job share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One tower's place. Indices count from 0; tower 0 is the chief.
+    """The position of a tower. Indices start at 0; tower 0 is the chief.
 
     Attributes:
-        index, size: this tower's index over all towers, and how many there are.
+        index, size: this tower's index among all towers, and the number of towers.
         local_index, local_size: the same among the towers of this worker (this machine).
-        worker, workers: this worker's index, and how many there are.
-        started_by: the command that a person typed, for the log.
-        address: (host, port) of the store where the towers meet; None where nobody started this process as a tower.
-        chief_serves: whether tower 0's process serves that store (else a launcher does).
-        attempt: how often the launcher restarted the job; keeps the attempts' keys apart in the store.
-        origin: where this was read from, for messages (``"RANK, WORLD_SIZE, …"``).
-        token: a secret that all processes of this job have, and no others. Where nobody gave one, torchrun's run id
-            ("none" in every job of several hosts without ``--rdzv-id``), or empty.
+        worker, workers: this worker's index, and the number of workers.
+        started_by: the command that the user typed, for the log.
+        address: (host, port) of the store where the towers meet; None if this process was not started as a tower.
+        chief_serves: whether tower 0's process serves that store; otherwise a launcher does.
+        attempt: the number of restarts of the job so far. It separates the attempts' keys in the store.
+        origin: the source of these values, for messages (``"RANK, WORLD_SIZE, …"``).
+        token: a secret that only the processes of this job share. Without one, torchrun's run id ("none" in every job
+            of several hosts without ``--rdzv-id``), or empty.
     """
 
     index: int = 0

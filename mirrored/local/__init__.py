@@ -1,1 +1,1 @@
-"""Local steps: towers step by themselves, and average their parameters every so many steps (docs/advanced/local.md)."""
+"""Local steps: towers step by themselves, and average parameters every few steps (docs/advanced/slow-networks.md)."""

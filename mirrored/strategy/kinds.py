@@ -1,4 +1,4 @@
-"""The strategies: how each finds its towers."""
+"""The strategies, and how each finds its towers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMUNICATION = (
 
 
 class OneDeviceStrategy(Strategy):
-    """The same script on one device: no process group, no hooks, nothing to wait for.
+    """Runs the same script on one device, without process groups and hooks.
 
     Args:
         device: ``"cuda:0"``, ``"cpu:0"``, ``"/gpu:0"`` or a ``torch.device``.
@@ -51,55 +51,57 @@ class OneDeviceStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """One model on all devices of this machine, or on all processes of a launcher.
+    """Trains one model on all devices of this machine, or on all processes of a launcher.
 
-    Without a launcher, several devices make the constructor start this script again, once per device (this process
-    becomes their agent by ``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun
-    or srun it spans their processes. It does not read ``TF_CONFIG``; one that describes several workers is an error.
+    Without a launcher, several devices make the constructor restart this script, once per device. This process becomes
+    the agent of the towers (``os.exec``). Code before the constructor runs again, so construct the strategy first.
+    Under torchrun or srun, the strategy spans their processes. It does not read ``TF_CONFIG``: a ``TF_CONFIG`` of
+    several workers is an error.
 
     Args:
-        devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
-            visible GPU, else one CPU tower.
+        devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every visible
+            accelerator, or one CPU tower if there is none.
         communication: see :class:`CommunicationOptions`.
-        shard_optimizer: every tower updates its shard of the parameters only, so that the optimizer's time and memory
-            divide by the number of towers; the numbers stay the same. For optimizers that update each element for
-            itself (SGD, Adam, AdamW, RMSprop, …); others are an error at their first step. ``state_dict()`` is the
-            ordinary one.
-        virtual_towers: how many parts the work of a step is cut into, a power of two that the number of towers divides.
-            With :meth:`Strategy.backward` a run then has the same bits on any such number of towers, 1 included. CPU
-            towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
-        mirror_check_interval: within so many ``run`` calls (and in the second, tenth and hundredth) the towers compare
-            their parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a
-            difference is a MirrorError on all towers. All is compared when a checkpoint is saved, too, and when the
-            program ends. Parameters that are not finite only give a warning. None: no such checks. Between GPUs the
-            result is read by the tenth run after.
-        nonfinite_gradients: "ignore" (the default: a ``GradScaler`` makes infinities on purpose, and what it decides is
-            the same on all towers), "warn" or "raise": at the end of each backward say which tower contributed NaN or
-            infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero
-            the gradients and go on. It costs reading all gradients and one small collective a backward; GPUs are waited
-            for.
-        synchronize: :class:`mirrored.LocalSGD` or :class:`mirrored.DiLoCo`: towers step by themselves and average their
-            parameters every so many steps, for slow networks. None: gradients are averaged in every step.
-        restarts: how often all towers are started again when some have failed or were killed, perhaps with their
-            worker: by this process, which becomes their agent, also where there is one tower. The script has to restore
-            its newest checkpoint. A failure that comes back at the same step is the last.
-        min_towers: with so many towers a job of several workers goes on where not all of them have come back within
-            ``rejoin_timeout_seconds`` after a failure, and with more when they have come; with ``virtual_towers``, with
-            the largest number that divides these, to the same bits. On one machine, with the devices that are left.
-            None: with all of them only.
-        seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
-            With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
-            tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
-            the number of towers, and tower i draws the same ones inside ``run``. The change of generators takes some
-            30 µs a ``run``; one tower without a seed has nothing to change.
+        shard_optimizer: whether each tower updates only its shard of the parameters. This divides the optimizer's time
+            and memory by the number of towers and does not change the numbers. The optimizer must update each element
+            independently (SGD, Adam, AdamW, RMSprop, …); any other raises an error at its first step. ``state_dict()``
+            returns the whole state.
+        virtual_towers: the number of parts into which the work of a step is split, a power of two that the number of
+            towers divides. If the step calls :meth:`Strategy.backward`, it computes the same bits on any such number of
+            towers. CPU towers then compute with one thread each, unless ``OMP_NUM_THREADS`` is set.
+        mirror_check_interval: the largest number of ``run`` calls between two mirror checks (the second, tenth and
+            hundredth call are checked, too). A check compares parameters, optimizer state and optimizer settings bit by
+            bit, see :meth:`check_mirrored`. A difference raises a MirrorError on all towers. Towers are also compared
+            when a checkpoint is saved and when the program ends. Parameters that are not finite cause a warning only.
+            None disables the checks. Between GPUs, the result is read up to ten runs later.
+        nonfinite_gradients: "ignore", "warn" or "raise". The default is "ignore", because a ``GradScaler`` creates
+            infinities on purpose. "warn" and "raise" name, at the end of each backward, the tower and the gradients
+            that are NaN or infinite. "raise" raises a NonFiniteGradientError on all towers, which may catch it, zero
+            the gradients and continue. The cost is reading all gradients and one small collective per backward, and on
+            GPUs one synchronisation.
+        synchronize: :class:`mirrored.LocalSGD` or :class:`mirrored.DiLoCo`, for slow networks: towers step
+            independently and average their parameters after a number of steps. None: gradients are averaged in every
+            step.
+        restarts: the largest number of restarts of all towers after failures, including the loss of a worker. This
+            process becomes the agent, even with one tower. The script must restore its newest checkpoint. A failure
+            that repeats at the same step ends the job.
+        min_towers: the smallest number of towers with which a job continues after a restart. A job of several workers
+            then continues without the workers that do not rejoin within ``rejoin_timeout_seconds``, and readmits them
+            later. On one machine, a job continues on the remaining devices. With ``virtual_towers``, the number of
+            towers is the largest that divides it, so the bits stay the same. None: all towers must rejoin.
+        seed: seeds Python's, NumPy's and torch's generators, and is the default seed of ``distribute_dataset``. With
+            and without a seed, the generators give equal numbers on all towers outside ``run`` (without it, those of
+            tower 0), and different numbers inside. With a seed, the numbers outside ``run`` do not depend on the number
+            of towers, and tower i draws the same numbers inside ``run``. Switching generators takes some 30 µs per
+            ``run``; one tower without a seed does not switch.
 
     Raises:
-        ValueError: ``devices`` names a CPU twice, one that is not there, or another number than the launcher
-            started; ``virtual_towers`` does not fit the number of towers; or an option is none of its values.
-        DisagreementError: the towers were given different options.
-        CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
+        ValueError: ``devices`` names a CPU twice, a device that does not exist, or a number of devices other than the
+            launcher's; ``virtual_towers`` does not fit the number of towers; or an option has an invalid value.
+        DisagreementError: the towers received different options.
+        CannotStartError: several devices, but the program is not a script (a notebook, a test runner).
         ClusterError: the launcher's variables are wrong, or ``TF_CONFIG`` describes several workers.
-        StartupError, HandshakeError: the towers did not all come, or do not belong together.
+        StartupError, HandshakeError: some towers did not join, or they do not belong to the same job.
     """
 
     _options: Callable[..., TrainingOptions] = TrainingOptions
@@ -143,7 +145,7 @@ class MirroredStrategy(Strategy):
         _announce(self)
 
     def _resolve(self) -> ClusterResolver:
-        """The cluster: the processes of a launcher, or this machine."""
+        """Returns the cluster: the processes of a launcher, or this machine."""
         launcher = cluster.from_launcher(os.environ)
         cluster.check_no_other_workers(os.environ, launcher, type(self).__name__)
         return launcher or cluster.this_machine(os.environ)
@@ -151,7 +153,7 @@ class MirroredStrategy(Strategy):
 
 @functools.cache
 def default_strategy() -> Strategy:
-    """The strategy outside of all scopes: one replica, which does nothing."""
+    """Returns the strategy outside all scopes, which has one replica."""
     return OneDeviceStrategy()
 
 
@@ -159,7 +161,7 @@ set_default_strategy(default_strategy)
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside every scope and run the default one, which has one replica."""
+    """Returns the current strategy. Outside every scope and run, that is the default strategy with one replica."""
     current = current_frame()
     strategy = current.strategy if current is not None else default_strategy()
     assert isinstance(strategy, Strategy)
@@ -167,31 +169,31 @@ def get_strategy() -> Strategy:
 
 
 def _named_devices(requested: Sequence[Device] | None) -> Sequence[Device] | None:
-    """The devices of this worker's towers that a script, the command line or the interceptor names; else None."""
+    """Returns the devices of this worker's towers that a script, the command line or the interceptor names, or None."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     return interceptor().devices(requested)
 
 
 def _join_towers(topology: Topology, named: Sequence[Device] | None, options: CommunicationOptions) -> Communicator:
-    """This process is a tower already, which a launcher or our agent has started: join the others.
+    """Joins the other towers, in a process that a launcher or the agent has started as a tower.
 
     Args:
         named: the devices of this worker's towers, if any were named.
     """
     failure.install_hooks()
-    ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
+    by_agent = STARTED_BY in os.environ  # mirrored's own launchers show all GPUs to each tower
     options = _for_shared(named, options)
-    device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
+    device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=by_agent)
     log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
 
 
 def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -> CommunicationOptions:
-    """Towers that share a device average through the host.
+    """Returns the options with which towers that share a device average through the host.
 
     Raises:
-        ValueError: they are asked to do it otherwise.
+        ValueError: the options name another implementation.
     """
     if named is None or not devices.are_shared(devices.parse_all(named)):
         return options
@@ -209,14 +211,14 @@ def _start_towers(
     options: CommunicationOptions,
     again: Mapping[str, Any],
 ) -> torch.device:
-    """No launcher has started towers: replace this process by an agent that runs this program once per tower.
+    """Replaces this process by an agent that runs this program once per tower, if no launcher has started towers.
 
     Args:
         named: the devices of this worker's towers, if any were named.
-        again: fields of the job, on starting again.
+        again: the fields of the job that are about restarts.
 
     Returns:
-        The device of the only tower, where there is but one; else it does not return.
+        The device of the only tower. If there are several, the function does not return.
     """
     refuse_unknown_peers()
     _for_shared(named, options)
@@ -244,17 +246,17 @@ def _start_towers(
 
 
 def _started_by(resolver: ClusterResolver) -> str:
-    """The command that a person typed, for the log."""
+    """Returns the command that the user typed, for the log."""
     return "python with TF_CONFIG" if resolver.origin == "TF_CONFIG" else "python"
 
 
 def _use(device: torch.device) -> torch.device:
-    """Make ``device`` the current one of its kind. CPU towers all compute on the one CPU device of torch."""
+    """Makes ``device`` the current device of its kind. CPU towers all compute on the one CPU device of torch."""
     return accelerator.use(device) if device.type != "cpu" else torch.device("cpu")
 
 
 def _announce(strategy: Strategy) -> None:
-    """Share out the machine, and log the line that says how many towers, on what, by which backend, started how."""
+    """Divides the machine's threads among its towers, and logs the towers, their device, backend and launcher."""
     topology = strategy.topology
     if strategy.device.type == "cpu" and topology.size > 1:
         machine.keep_freed_memory()

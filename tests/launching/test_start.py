@@ -49,6 +49,24 @@ def test_one_device_stays_in_place() -> None:
     assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by python\n"
 
 
+@pytest.mark.parametrize(
+    ("virtual_towers", "stated", "threads"),
+    [("None", "", "4 threads"), ("4", "", "1 thread"), ("4", "2", "2 threads")],
+)
+def test_threads_on_a_machine_with_eight_cores(
+    tmp_path: pathlib.Path, virtual_towers: str, stated: str, threads: str
+) -> None:
+    """With virtual towers, whose bits depend on the number of threads, it is one unless the user sets more."""
+    (tmp_path / "train.py").write_text(f"import mirrored\nmirrored.MirroredStrategy(virtual_towers={virtual_towers})\n")
+    (tmp_path / "eight_cores.py").write_text(
+        "import os, sys\nos.sched_getaffinity = lambda process: set(range(8))\n"
+        "from mirrored import cli\nsys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    words = ["eight_cores.py", "run", "--towers", "2", "train.py"]
+    result = run_program(words, cwd=str(tmp_path), env={"OMP_NUM_THREADS": stated}, code=0)
+    assert f", {threads} each, started by mirrored run\n" in result.stderr
+
+
 @pytest.mark.extended
 def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
     """With all its flags and words, from where it was started, and whatever is called towers there."""

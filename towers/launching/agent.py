@@ -105,7 +105,7 @@ def _set_environment(job: Job) -> None:
         os.environ[JOB_TOKEN] = secrets.token_hex()
         machine.listen_on()
     if job.towers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
+        machine.set_default_threads(os.environ, job.towers)
     if job.kind == "tpu":
         from towers.launching import tpu
 

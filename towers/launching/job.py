@@ -92,7 +92,7 @@ def become(job: Job) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if job.towers > 1:  # here, since libraries read it when the agent loads them
-        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
+        machine.set_default_threads(os.environ, job.towers)
     os.execv(command[0], command)
 
 

@@ -44,7 +44,7 @@ def _environment(cluster: dict[str, list[str]], job: str, index: int) -> dict[st
     gpus = count // workers if job == "worker" else 0
     visible = ",".join(names[index * gpus : (index + 1) * gpus])
     variables = {**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": visible}
-    variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(workers)))
+    machine.set_default_threads(variables, workers)
     return variables
 
 

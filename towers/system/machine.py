@@ -16,9 +16,12 @@ import pathlib
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
+
+THREADS = "TOWERS_THREADS"
+"""Environment variable with the value of ``OMP_NUM_THREADS`` that the agent, and not the user, has chosen."""
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"
@@ -63,16 +66,23 @@ def threads_per_tower(local_size: int) -> int:
     return max(1, cores() // local_size)
 
 
-def share_out_threads(local_size: int, *, alone: bool = False) -> str:
-    """Set this tower's number of intra-op threads and return how, for the log.
+def set_default_threads(environ: MutableMapping[str, str], local_size: int) -> None:
+    """Sets ``OMP_NUM_THREADS`` for towers, unless it is set, and records that the user did not choose this value."""
+    if not environ.get("OMP_NUM_THREADS"):
+        environ["OMP_NUM_THREADS"] = environ[THREADS] = str(threads_per_tower(local_size))
 
-    ``OMP_NUM_THREADS`` wins when it is set (by the user, or by torchrun, which sets it to 1).
+
+def share_out_threads(local_size: int, *, alone: bool = False) -> str:
+    """Sets this tower's number of intra-op threads, and returns it for the log.
+
+    An ``OMP_NUM_THREADS`` of the user, or of torchrun, which sets it to 1, takes precedence.
 
     Args:
-        alone: one thread, whatever the number of cores and towers: kernels that share a sum out among threads give
-            other bits with another number of them.
+        alone: one thread, whatever the number of cores and towers. Kernels that divide a sum among threads compute
+            other bits with another number of threads.
     """
-    if stated := os.environ.get("OMP_NUM_THREADS"):
+    stated = os.environ.get("OMP_NUM_THREADS")
+    if stated and not (alone and stated == os.environ.get(THREADS)):
         if re.fullmatch("[0-9]{1,9}", stated) and int(stated) > 0:
             torch.set_num_threads(int(stated))
     elif alone:
