@@ -1,4 +1,4 @@
-"""The strategy: one model on several towers, with the losses, gradients and weights that one device would have."""
+"""The base class of strategies: one model on several towers, with the losses, gradients and weights of one device."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ log = get_logger("mirrored")
 
 
 class Strategy(Records):
-    """The common base of all strategies; make one of its subclasses.
+    """Base class of all strategies. Construct one of its subclasses.
 
-    Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
-    is simply each tower's own value, and every method here must be called by all towers alike.
+    Every tower is a process that runs the whole script with its own strategy. A "per-replica value" is therefore the
+    tower's own value. All towers must call every method, in the same order.
 
     Attributes:
-        num_replicas_in_sync: how many towers train together.
+        num_replicas_in_sync: the number of towers that train together.
         device: this tower's device.
-        is_chief: whether this is tower 0, the one that writes and prints.
-        virtual_towers: the number of virtual towers; None where there are none.
-        cluster_resolver: what the cluster was read from.
-        topology: this tower's place among the others.
+        is_chief: whether this is tower 0, which writes and prints.
+        virtual_towers: the number of virtual towers, or None.
+        cluster_resolver: the source of the cluster's description.
+        topology: this tower's position among the towers.
         communicator: collectives over all towers.
-        health: where this tower is, as failure reports say it: ``step``, the training step as checkpoints count, and a
-            phase; ``with strategy.health.during("writing the report"):`` adds one of the script's own.
-        events: the moments of a training; a script may add listeners (:mod:`mirrored.events`).
+        health: this tower's position, for failure reports: ``step``, the training step as checkpoints count it, and a
+            phase. ``with strategy.health.during("writing the report"):`` adds a phase of the script.
+        events: the moments of a training, to which a script may add listeners (:mod:`mirrored.events`).
         streams: this tower's random numbers.
-        engine: what is attached to models and optimizers.
+        engine: the features that are attached to models and optimizers.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class Strategy(Records):
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
-        """Mirror what is created inside: modules' parameters and buffers, on this tower's device.
+        """Mirrors the parameters and buffers of modules that are created inside, on this tower's device.
 
-        Re-entrant. On the first use after leaving (the first ``run``), names, shapes, dtypes and order are
-        compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
-        (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
+        The scope is re-entrant. The first ``run`` after it compares names, shapes, dtypes and order, broadcasts the
+        values from tower 0, and attaches gradient averaging. A copy of a whole model (``copy.deepcopy``) and a loaded
+        model were not created inside: pass them to :meth:`mirror`.
 
         Args:
-            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean and
-                variance of the global batch when they train, and so need every tower's forward and backward; see
-                :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in
-                a way of its own is a RuntimeError when it trains.
+            sync_batch_norm: whether BatchNorm layers that are created inside, or in a nested scope, normalise over the
+                global batch during training. They then need the forward and backward of every tower; see
+                :mod:`mirrored.attached.batch_norm`. By default they normalise over this tower's share. A custom forward
+                that computes the statistics itself is a RuntimeError during training.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -124,37 +124,39 @@ class Strategy(Records):
             yield self
 
     def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
-        """Mirror a module that was created outside the scope (loaded, copied); returns it.
+        """Mirrors a module that was created outside the scope (loaded or copied), and returns it.
 
-        It has to be on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
-        every example once from now on, also where a tower's share is empty (:mod:`mirrored.attached.metrics`).
+        The module must be on this tower's device. The call takes effect on the next ``run``. Metrics of torchmetrics
+        in the module then count every example once, even if a tower's share is empty
+        (:mod:`mirrored.attached.metrics`).
 
         Args:
-            sync_batch_norm: see :meth:`scope`; at once. A forward that was put on a BatchNorm object is a TypeError.
+            sync_batch_norm: see :meth:`scope`; takes effect at once. A forward method that was assigned to a BatchNorm
+                object is a TypeError.
         """
         self._check_here("mirror()")
         self.engine.add(module, sync_batch_norm)
         return module
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is kept equal on all towers (at one tower without virtual ones: always)."""
+        """Returns whether ``parameter`` is kept equal on all towers. On one tower without virtual ones: always True."""
         return not (self._several or self.engine.virtual is not None) or self.engine.recorder.is_mirrored(parameter)
 
     # -- running -----------------------------------------------------------------------------------------
 
     @instead_of(options="strategy.run(step, args=(x, y)) needs none")
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
+        """Calls ``fn(*args, **kwargs)`` as this tower's replica, and returns its result.
 
-        Inside, ``backward()`` averages gradients over the towers, losses know the size of the global batch that
-        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged; where this
-        tower's share has no examples, the text of a built-in one also says so, and how such models are trained.
+        Inside, ``backward()`` averages gradients over the towers, losses are divided by the size of the global batch of
+        ``args``, and random numbers are this tower's own. Exceptions pass through unchanged. If this tower's share has
+        no examples, the message of a built-in exception also contains this fact and the remedy.
 
         Raises:
-            TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
-                coroutine, whose body would run outside of ``run``.
-            MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
-                hold the same parameters, optimizer state or optimizer settings any more.
+            TypeError: ``args`` is not a tuple or list, or ``kwargs`` is not a mapping; or ``fn`` returns a generator or
+                coroutine, whose body would run outside ``run``.
+            MirrorError: on the first use, if the towers' models differ; later, if a mirror check finds different
+                parameters, optimizer state or optimizer settings.
             RuntimeError: inside another strategy's scope or run, or while another thread is inside ``run``.
             ForkedError: in a process that was forked from a tower.
         """
@@ -179,7 +181,7 @@ class Strategy(Records):
         return result
 
     def _explain(self, error: BaseException, replica: ReplicaContext) -> None:
-        """Add to an exception of a run that the share has no examples, where that may be why."""
+        """Adds to an exception of a run that the share has no examples, if that may be the cause."""
         if self._several and isinstance(error, Exception):
             from mirrored.empty_shares.stand_in import explain_empty_share
 
@@ -187,7 +189,7 @@ class Strategy(Records):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients accumulate on each tower alone; the next backward outside averages all of it."""
+        """Accumulates gradients on each tower without averaging. The next backward outside averages their sum."""
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
@@ -197,10 +199,10 @@ class Strategy(Records):
             self.accumulates = before
 
     def barrier(self) -> None:
-        """Return when all towers have called it. On GPUs the hosts wait for each other, not for the GPUs.
+        """Returns when all towers have called it. On GPUs the hosts wait for each other, not for the GPUs.
 
         Raises:
-            DisagreementError: on all towers, when some call something else.
+            DisagreementError: on all towers, if some make another call.
         """
         self._check_here("barrier()")
         if self._several:
@@ -208,28 +210,28 @@ class Strategy(Records):
                 announce(self.communicator, "strategy.barrier()")
 
     def check_mirrored(self) -> None:
-        """Check now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
+        """Checks that all towers have the same parameters, optimizer state and optimizer settings, bit for bit.
 
-        All towers call it. Buffers are not compared (BatchNorm's running statistics are each tower's own), nor is
-        state with ``shard_optimizer=True``. At one tower there is nothing to do. On a GPU it waits for it.
+        All towers must call it. It does not compare buffers (each tower has its own running statistics of BatchNorm),
+        nor optimizer state with ``shard_optimizer=True``. On one tower it does nothing. It waits for the GPU.
 
         Raises:
-            MirrorError: on all towers with one text: what differs, and which towers hold something else.
-            DisagreementError: on all towers, when some call something else.
+            MirrorError: on all towers, with one message that names the difference and the towers that differ.
+            DisagreementError: on all towers, if some make another call.
         """
         self._check_here("check_mirrored()")
         self.events.check("check_mirrored()")
 
     def state_dict(self) -> dict[str, int]:
-        """The seed, and the number of backwards where that counts: for what the next one draws, or compression."""
+        """Returns the seed, and the number of backward passes if later random numbers or compression depend on it."""
         counter = self.engine.counter
         return {"seed": self.streams.seed, "backwards": counter.step if counter is not None else 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
+        """Continues from the state of a :meth:`state_dict`, on any number of towers. All towers load the same state.
 
         Raises:
-            ValueError: it is no such state.
+            ValueError: ``state`` is not such a state.
         """
         for key in ("seed", "backwards"):
             number = state.get(key)
@@ -242,26 +244,26 @@ class Strategy(Records):
     # -- values ------------------------------------------------------------------------------------------
 
     def variable(self, value: Any, synchronization: str = "auto", aggregation: str = "none", **other: Any) -> Variable:
-        """A :class:`mirrored.variables.Variable`, which towers write; ``other`` are its ``dtype`` and ``name``."""
+        """Creates a :class:`mirrored.variables.Variable`, which towers write. ``other``: its ``dtype`` and ``name``."""
         from mirrored.variables import Variable
 
         return Variable(self, self._check_here, value, synchronization, aggregation, **other)
 
     @instead_of(reduce_op='reduce("sum", value)', options="leave it out")
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
-        """Reduce a value over all towers; every tower gets the result.
+        """Reduces a value over all towers. Every tower receives the result.
 
         Args:
             op: "sum", "mean", "min", "max", "prod" or :class:`ReduceOp`, in any case.
             value: nested tensors, numpy arrays or numbers.
-            axis: None reduces across towers only. An int or tuple also reduces those dimensions, in which towers may
-                differ in size; "mean" then divides by the elements of all towers together, and is no mean of means.
+            axis: None reduces over towers only. An int or tuple also reduces these dimensions, whose sizes may differ
+                between towers; "mean" then divides by the number of elements on all towers together.
 
         Returns:
-            The structure of ``value``. Integers sum and multiply to int64 and average to floating point.
+            The structure of ``value``. Sums and products of integers are int64, means of integers are floating point.
 
         Raises:
-            DisagreementError, ValueError, TypeError: on all towers alike.
+            DisagreementError, ValueError, TypeError: on all towers.
         """
         self._check_here("reduce()")
         with range_("mirrored::reduce"):
@@ -270,13 +272,13 @@ class Strategy(Records):
         return result
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """Concatenate every tower's value along ``axis`` in tower order; every tower gets the result.
+        """Concatenates the towers' values along ``axis``, in tower order. Every tower receives the result.
 
         Args:
-            value: nested tensors or arrays with at least one dimension; only ``axis``'s size may differ.
+            value: nested tensors or arrays with at least one dimension. Only the size of ``axis`` may differ.
 
         Raises:
-            DisagreementError, ValueError, TypeError: on all towers alike; a scalar is a ValueError.
+            DisagreementError, ValueError, TypeError: on all towers. A scalar is a ValueError.
         """
         self._check_here("gather()")
         with range_("mirrored::gather"):
@@ -285,25 +287,25 @@ class Strategy(Records):
         return result
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's towers: always one."""
+        """Returns the values of this process's towers, which is always one."""
         return (value,)
 
     experimental_local_results = local_results
 
     @instead_of(value_fn="fn=")
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
-        """This tower's ``fn(ValueContext)``."""
+        """Returns ``fn(ValueContext)`` of this tower."""
         return fn(ValueContext(self.topology.index, self.num_replicas_in_sync))
 
     experimental_distribute_values_from_function = distribute_values_from_function
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the chief, nothing on the other towers."""
+        """Prints on the chief, and does nothing on other towers."""
         if self.is_chief:
             print_while_terminal_lasts(*args, **kwargs)
 
     def say_once(self, text: str) -> None:
-        """Log ``text`` on the chief, the first time it is said, when there are several towers."""
+        """Logs ``text`` on the chief the first time, if there are several towers."""
         if self._several and self.is_chief and text not in self._logged:
             self._logged.add(text)
             log.info("%s", text)
@@ -337,31 +339,31 @@ class Strategy(Records):
         stand_in: bool = False,
         batch_dims: Dims = None,
     ) -> DistributedDataset:
-        """Share out every global batch of ``dataset`` among the towers.
+        """Splits every global batch of ``dataset`` among the towers.
 
-        Step k takes the same examples whatever the number of towers; each tower gets a contiguous share, cut
-        as ``numpy.array_split`` cuts, empty when there are fewer examples than towers. Nothing is repeated or
-        dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
+        Step k uses the same examples for any number of towers. Each tower receives a contiguous share, split like
+        ``numpy.array_split``, which is empty if there are fewer examples than towers. No example is repeated or
+        dropped. Random augmentation in ``dataset[i]`` is seeded with (seed, epoch, i).
 
         Args:
-            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
-                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
-                or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
-            global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
-            shuffle: a new order every epoch, from (seed, epoch).
-            drop_last: leave out an incomplete last batch.
-            seed: default that of the generator of a ``DataLoader`` or its sampler, else the strategy's, else 0.
-            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
-                what grows with them is left out.
-            num_workers: loader processes of each tower.
-            stand_in: give a tower whose share is empty one example of another tower that counts nothing
-                (:mod:`mirrored.empty_shares.stand_in`), for models that cannot take an empty batch.
-            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
-                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
+            dataset: an object with ``__getitem__`` and ``__len__``; a tuple or dict of tensors with equal length, which
+                are sliced (a list is a list of examples); an ``IterableDataset``, which must be the same on all towers;
+                or a ``DataLoader``, whose batch size is the global one and whose settings are kept.
+            global_batch_size: examples per step over all towers. Omit it for a ``DataLoader``.
+            shuffle: whether every epoch has a new order, from (seed, epoch).
+            drop_last: whether an incomplete last batch is dropped.
+            seed: default: the seed of the generator of a ``DataLoader`` or its sampler, or the strategy's, or 0.
+            collate_fn: collates a list of examples into a batch. For an empty share it is called with one example and
+                with two; the dimensions that differ are the batch dimensions.
+            num_workers: the number of loader processes of each tower.
+            stand_in: whether a tower with an empty share receives one example of another tower that does not count
+                (:mod:`mirrored.empty_shares.stand_in`), for models that do not support an empty batch.
+            batch_dims: the batch dimensions of ready-made batches (of a ``DataLoader`` with ``batch_size=None``), see
+                :mod:`mirrored.data.batch_dims`. By default they are inferred if they are unambiguous.
 
         Raises:
             ValueError, TypeError: the arguments contradict each other or the data.
-            DisagreementError: when an epoch begins, on all towers: their data, settings or places in it differ.
+            DisagreementError: at the start of an epoch, on all towers: their data, settings or positions differ.
         """
         return distribute(
             self._distribution,
@@ -383,15 +385,15 @@ class Strategy(Records):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
     ) -> DistributedDataset:
-        """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
+        """Creates a dataset from the pipeline that ``fn(InputContext)`` builds on each tower.
 
-        The pipelines' batches are the towers' shares. A tower whose pipeline ends first goes on with empty shares.
+        The batches of a tower's pipeline are its shares. A tower whose pipeline ends first continues with empty shares.
 
         Args:
-            stand_in, batch_dims: see :meth:`distribute_dataset`; a stand-in is an example of the pipeline's last batch.
+            stand_in, batch_dims: see :meth:`distribute_dataset`. A stand-in is an example of the pipeline's last batch.
 
         Raises:
-            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
+            TypeError, ValueError: on all towers, if the number of examples in a batch is unknown.
         """
         from mirrored.data.streams import PipelineDataset
 

@@ -1,15 +1,14 @@
-"""A strategy's gradients: ``backward`` of this tower's share, and averages of what a script computes itself (R2).
+"""A strategy's gradients: ``backward`` of this tower's share, and averages of gradients that a script computes (R2).
 
-[Note: nothing is computed on an empty share] A tower without examples opens a backward of its own in the averager that
-touches no parameter, and takes part in the sum of the losses, whose dtype it learns from the other towers. Its
-``loss_fn`` is called nevertheless where the forward itself makes collectives: BatchNorm over the global batch, and lazy
-modules before their first batch. Collectives that a ``loss_fn`` makes itself cannot be seen beforehand; they end in a
-DeadlockError that names them.
+[Note: nothing is computed on an empty share] A tower without examples starts a backward in the averager that touches no
+parameter, and takes part in the sum of the losses, whose dtype it receives from the other towers. Its ``loss_fn`` is
+called only if the forward itself runs collectives: BatchNorm over the global batch, and lazy modules before their first
+batch. Collectives in ``loss_fn`` itself cannot be known beforehand; they end in a DeadlockError that names them.
 
-[Note: averages on request] ``torch.autograd.grad`` calls no hook of a parameter, so its results are each tower's own;
+[Note: averages on request] ``torch.autograd.grad`` calls no hook of a parameter, so its results differ between towers.
 ``strategy.grad`` and ``strategy.average_gradients`` average them in one announced call
-(:mod:`towers.gradients.averages`). An average that carries a graph would need a collective in the backward through it,
-which towers reach at different times; so ``create_graph`` is refused, and a penalty on gradients goes into the loss.
+(:mod:`towers.gradients.averages`). An average with a graph would need a collective in the backward through it, which
+towers reach at different times. Therefore ``create_graph`` is refused, and a penalty on gradients belongs in the loss.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from towers.system.memory_layout import is_dense
 
 
 class Gradients(CheckedCalls):
-    """The methods of a strategy that compute or average gradients; see :class:`mirrored.Strategy`."""
+    """Methods of :class:`mirrored.Strategy` that compute or average gradients."""
 
     streams: TowerStreams
 
@@ -44,40 +43,41 @@ class Gradients(CheckedCalls):
         sample_weight: Tensor | float | None = None,
         denominator: Literal["examples", "weights"] = "examples",
     ) -> Tensor:
-        """Forward, loss and backward of this tower's share; to be called inside :meth:`run`.
+        """Runs forward, loss and backward of this tower's share. Call it inside :meth:`run`.
 
-        With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual.towers`),
-        and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
-        one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does where the share has examples; elsewhere this tower takes part in the average and contributes nothing.
+        With ``virtual_towers``, the share is computed one virtual tower at a time (:mod:`mirrored.virtual.towers`), and
+        the result has the same bits on any number of towers. This is also exact gradient accumulation: it needs the
+        memory of one virtual tower's examples. Without ``virtual_towers``, the call equals
+        ``compute_average_loss(loss_fn(*batch)).backward()`` if the share has examples. Otherwise this tower takes part
+        in the average and contributes zero.
 
         Args:
-            loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
-                ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
-                (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
-                model's forward itself makes collectives: BatchNorm over the global batch that trains, and
-                lazy modules in their first forward. So it makes no collectives of its own, such as
-                ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
-            batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
-                and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
-                tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
-                are found in its dicts and tuples only. What does not belong to examples, and what carries a graph,
-                ``loss_fn`` makes or takes from outside.
-            sample_weight: multiplies the losses; a number, or a tensor of shape ``(examples,)`` or the losses'.
+            loss_fn: receives a virtual tower's part of ``batch``, and returns one loss per example, of shape
+                ``(examples, …)``. Its draws from the random generators of Python, NumPy and torch depend only on (seed,
+                step, virtual tower). It is not called for a part or share without examples, unless the model's forward
+                itself runs collectives (BatchNorm over the global batch in training, and lazy modules in their first
+                forward). Therefore it must not run collectives such as ``strategy.reduce`` if a share may be empty;
+                with ``stand_in=True``, no share is empty.
+            batch: nested tensors, arrays and lists with an entry for each example of the share, which are split.
+                Numbers and other objects are passed unchanged. The result of a ``collate_fn`` is collated again for
+                each virtual tower, so pass the batch's own tensors and dicts, and change them in ``loss_fn``. Numbers
+                that the ``collate_fn`` computed are recognised only in its dicts and tuples. Values that do not belong
+                to examples, and tensors with a graph, must be created in ``loss_fn`` or taken from outside.
+            sample_weight: multiplies the losses; a number, or a tensor of shape ``(examples,)`` or of the losses'
+                shape.
             denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead of the number of
-                examples; weights must have the losses' shape then.
+                examples. The weights must then have the losses' shape.
 
         Returns:
-            The mean loss over the global batch, a detached scalar, equal on all towers, of the losses' dtype (the
-            default one where no tower has examples). After it, ``p.grad`` is its gradient, added to what was there
-            before.
+            The mean loss over the global batch: a detached scalar, equal on all towers, of the losses' dtype (torch's
+            default dtype if no tower has examples). Its gradient has been added to ``p.grad``.
 
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
-            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, something in it cannot be
-                cut, or weights do not fit.
-            TypeError: the number of examples in ``batch`` cannot be told.
-            MirrorError: virtual towers made different things of an integer buffer (on GPUs by a later call).
+            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, a part of it cannot be
+                split, or the weights do not fit.
+            TypeError: the number of examples in ``batch`` is unknown.
+            MirrorError: virtual towers changed an integer buffer differently (on GPUs raised by a later call).
         """
         self._check_here("backward()")
         if (replica := current_replica()) is None:
@@ -114,28 +114,28 @@ class Gradients(CheckedCalls):
         allow_unused: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of ``torch.autograd.grad``, averaged over the towers; ``p.grad`` stays as it is.
+        """Returns the gradients of ``torch.autograd.grad``, averaged over the towers. ``p.grad`` does not change.
 
-        It does what ``tape.gradient`` and an all-reduce do in TensorFlow. All towers call it, inside ``run`` or
-        outside. At one tower it is ``torch.autograd.grad``.
+        It corresponds to ``tape.gradient`` and an all-reduce in TensorFlow. All towers must call it, inside ``run`` or
+        outside. On one tower it is ``torch.autograd.grad``.
 
         Args:
-            outputs: this tower's loss, such as ``compute_average_loss`` returns it, or several outputs.
-            inputs: parameters, or other tensors that are equal on all towers; with the same shapes and dtypes in the
-                same order on all of them.
+            outputs: this tower's loss, such as the result of ``compute_average_loss``, or several outputs.
+            inputs: parameters, or other tensors that are equal on all towers, with the same shapes and dtypes in the
+                same order on all towers.
             grad_outputs, retain_graph, materialize_grads: see ``torch.autograd.grad``.
-            create_graph: has to be False, since an average over the towers carries no graph.
-            allow_unused: None is returned for an input that no tower has used; where some have used it, the others
-                contribute zero. If False, an unused input is an error.
+            create_graph: must be False, because an average over the towers has no graph.
+            allow_unused: whether unused inputs are allowed. The gradient of an input that no tower has used is None. If
+                some towers have used it, the others contribute zero. If False, an unused input is an error.
 
         Returns:
-            One gradient for each input, of its shape and dtype; sparse where no tower's gradient is dense.
+            One gradient for each input, of its shape and dtype; sparse unless some tower's gradient is dense.
 
         Raises:
             ValueError: with ``create_graph``; for an input that is this tower's share of a batch; or, on all of several
-                towers, when ``torch.autograd.grad`` fails on one of them.
-            RuntimeError: inside ``no_sync``; or, at one tower, when ``torch.autograd.grad`` fails.
-            DisagreementError: on all towers, when some call something else, or give other inputs.
+                towers, if ``torch.autograd.grad`` fails on one of them.
+            RuntimeError: inside ``no_sync``; or, on one tower, if ``torch.autograd.grad`` fails.
+            DisagreementError: on all towers, if some make another call or pass other inputs.
         """
         self._check_here("grad()")
         if create_graph:
@@ -168,19 +168,19 @@ class Gradients(CheckedCalls):
         return tuple(means)
 
     def average_gradients(self, parameters: Tensor | Iterable[Tensor]) -> None:
-        """Average what lies in ``p.grad`` now, for a script that has put it there itself; all towers call it.
+        """Averages the gradients that a script has assigned to ``p.grad``. All towers must call it.
 
-        What ``backward()`` leaves is averaged already; to average it again changes nothing. What it leaves inside
-        ``no_sync`` is each tower's own, and can be averaged so after it.
+        Gradients of ``backward()`` are averaged already; averaging them again changes nothing. Gradients of a backward
+        inside ``no_sync`` differ between towers, and this call can average them afterwards.
 
         Args:
-            parameters: the same ones in the same order on all towers. One without a gradient on any tower keeps none;
-                where some have a gradient, the others contribute zero.
+            parameters: the same parameters in the same order on all towers. A parameter without a gradient on any tower
+                keeps None. If some towers have a gradient, the others contribute zero.
 
         Raises:
-            ValueError: on all towers, when a gradient carries a graph on one of them.
+            ValueError: on all towers, if a gradient of one of them has a graph.
             RuntimeError: inside ``no_sync``.
-            DisagreementError: on all towers, when some call something else, or give other parameters.
+            DisagreementError: on all towers, if some make another call or pass other parameters.
         """
         self._check_here("average_gradients()")
         chosen = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
@@ -199,15 +199,15 @@ class Gradients(CheckedCalls):
         self.engine.averager.note_averaged(chosen, replaced=True)
 
     def synchronize(self) -> None:
-        """Average the parameters now, before it is time; all towers call it. The local steps are counted from here.
+        """Averages the parameters now, and restarts the count of local steps. All towers must call it.
 
-        For strategies with ``synchronize=``, whose towers hold different parameters between synchronisations: before an
-        evaluation, and at the end. Of others parameters are always the same, and there is nothing to do.
+        Call it before an evaluation and at the end, if the strategy has ``synchronize=``: its towers' parameters differ
+        between synchronisations. For other strategies it does nothing.
 
         Raises:
             RuntimeError: inside ``run``.
-            DisagreementError: on all towers, when some call something else.
-            MirrorError: on all towers, when they are not the same after it.
+            DisagreementError: on all towers, if some make another call.
+            MirrorError: on all towers, if the parameters differ afterwards.
         """
         self._check_here("synchronize()")
         if current_replica() is not None:
@@ -218,12 +218,12 @@ class Gradients(CheckedCalls):
     def _averaged(
         self, call: str, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The means of gradients over several towers; all that a script averages by itself goes through here.
+        """Returns the means of gradients over several towers, for gradients that a script averages itself.
 
-        With local steps each tower keeps its own.
+        With local steps, each tower keeps its own gradients.
 
         Args:
-            tensors: what the gradients belong to.
+            tensors: the tensors of these gradients.
         """
         if self.engine.local is not None:
             return list(gradients)
@@ -240,7 +240,7 @@ class Gradients(CheckedCalls):
         return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
 
     def _refuse_own(self, call: str, tensors: Sequence[Tensor]) -> None:
-        """Check that no tensor is this tower's share of a batch."""
+        """Checks that no tensor is this tower's share of a batch."""
         for i, tensor in enumerate(tensors):
             if self.known_shares.get(tensor) is not None:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What a strategy writes down of a training: summaries and traces. Annexes write them."""
+"""Summaries and traces of a training, which annexes write."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from mirrored.monitor.tracing import Trace
 
 TRACED_STEPS = "MIRRORED_TRACE"
-"""Environment variable with the steps that ``mirrored trace`` wants, and the file: ``10:13:/home/me/trace.json``."""
+"""Environment variable with the steps that ``mirrored trace`` records, and the file: ``10:13:/home/me/trace.json``."""
 
 
 class Records(Gradients):
-    """The methods of a strategy that write a training down; see :class:`mirrored.Strategy`."""
+    """Methods of :class:`mirrored.Strategy` that record a training."""
 
     events: Events
     is_chief: bool
 
     def summary_writer(self, folder: str | os.PathLike[str], **options: Any) -> Any:
-        """torch's ``SummaryWriter``, of tensorboard, on the chief; elsewhere an object whose methods do nothing."""
+        """Returns TensorBoard's ``SummaryWriter`` on the chief, elsewhere an object whose methods do nothing."""
         from mirrored.summaries import summary_writer
 
         return summary_writer(self.is_chief, folder, **options)
@@ -31,24 +31,24 @@ class Records(Gradients):
     def trace(
         self, path: str | os.PathLike[str], *, show: bool = True, **profiler: Any
     ) -> AbstractContextManager[Trace]:
-        """``with strategy.trace("trace.json"):`` profiles all towers; the chief writes one file for Perfetto.
+        """Profiles all towers in ``with strategy.trace("trace.json"):``. The chief writes one file for Perfetto.
 
-        All towers enter and leave it, outside of ``run``. It has each tower as a process of its own, by number, device
-        and host, on one clock; in it, what ``torch.profiler`` records, the steps, and the named ranges of their phases.
-        When it is left by an exception, nothing is written.
+        All towers must enter and leave the block, outside ``run``. The trace shows each tower as a process, with its
+        index, device and host, on one clock. It contains the events of ``torch.profiler``, the steps, and the named
+        ranges of their phases. If an exception leaves the block, no file is written.
 
         Args:
-            path: the file; compressed where it ends in ``.gz``. Its folder is made.
-            show: let the chief print what the towers' steps were spent on.
+            path: the file, compressed if it ends in ``.gz``. Its folder is created.
+            show: whether the chief prints the parts of the towers' steps.
             profiler: arguments of ``torch.profiler.profile``, such as ``with_stack=True``.
 
         Returns:
-            A context manager of a :class:`mirrored.monitor.Trace`, which is filled when the block has ended.
+            A context manager of a :class:`mirrored.monitor.Trace`, which is filled at the end of the block.
 
         Raises:
             RuntimeError: inside ``run``, or while another trace or profiler runs.
-            ValueError: on all towers: the chief cannot write the file.
-            DisagreementError: on all towers, when some call something else.
+            ValueError: on all towers, if the chief cannot write the file.
+            DisagreementError: on all towers, if some make another call.
         """
         from mirrored.monitor.tracing import trace
 
@@ -56,7 +56,7 @@ class Records(Gradients):
         return trace(self.communicator, self.events, path, show=show, **profiler)
 
     def _trace_on_request(self) -> None:
-        """Let the steps be traced that ``mirrored trace`` wants."""
+        """Traces the steps that ``mirrored trace`` requests."""
         if wanted := os.environ.get(TRACED_STEPS):
             from mirrored.monitor.tracing import TracedSteps
 

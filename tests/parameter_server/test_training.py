@@ -99,7 +99,7 @@ def test_what_a_worker_writes_is_refused(training: Training) -> None:
 @pytest.mark.row(65)
 def test_what_cannot_be_sent(training: Training) -> None:
     lock = threading.Lock()
-    with pytest.raises(TypeError, match="cannot be sent to the workers with all that it refers to"):
+    with pytest.raises(TypeError, match="cannot be sent to the workers with all objects that it refers to"):
         training.coordinator.schedule(lambda: lock.acquire())
     value = training.coordinator.schedule(lambda: 1)
     with pytest.raises(TypeError, match="pass the result of its fetch"):
