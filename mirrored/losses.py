@@ -1,23 +1,23 @@
 """Losses that are shares of the global mean (rule R3, docs/concepts/towers.md).
 
-Each tower sees only its share of the global batch, and gradients are averaged over towers. For the result to
-be the gradient of the mean over the *global* batch, whatever the shares' sizes, a tower's loss must be
+Each tower computes on its share of the global batch, and gradients are averaged over towers. The result is the
+gradient of the mean over the *global* batch, for shares of any sizes, if a tower's loss is
 
-    value:     sum(own examples) / G                         so that the values add up to the global mean
-    gradient:  that of  towers · sum(own examples) / G       so that the average is the global mean's
+    value:     sum(own examples) / G                         the values add up to the global mean
+    gradient:  that of  towers · sum(own examples) / G       the average is the gradient of the global mean
 
 with G the number of examples of the step over all towers. An empty share contributes an exact zero.
 
-[Note: a loss must fit its batch] A loss with another number of entries than this tower's share has examples is an error
-that says what to do. The mean of means that "entries × towers" would give is another number: entries per example
-(flattened tokens) differ between towers where each pads its own share. Without a distributed batch the towers add up
-their numbers of examples, in one small message a loss.
+[Note: a loss must fit its batch] A loss whose number of entries differs from the number of examples of this tower's
+share is an error that contains the fix. Dividing by "entries × towers" would give a mean of means, which is a different
+number: entries per example (flattened tokens) differ between towers if each pads its own share. Without a distributed
+batch, the towers add up their numbers of examples, in one small message per loss.
 
-[Note: a compiled loss asks when it runs] The number of examples of a step comes with its batch, through weak references
-that ``torch.compile`` cannot follow, and it may change where this tower's share does not, so no graph may keep the
-number. A compiled function therefore calls an operator of ours whose result is a tensor. The gradient's factor is an
-autograd function with a forward derivative, which tracers refuse; compiled, it consists of operations that keep
-infinities and NaN as they are (``x - x.detach()`` would make NaN of infinity).
+[Note: a compiled loss asks when it runs] The number of examples of a step belongs to its batch, through weak references
+that ``torch.compile`` cannot follow. It can change while this tower's share does not, so no graph may store the number.
+A compiled function therefore calls a custom operator whose result is a tensor. The gradient's factor is an autograd
+function with a forward derivative, which tracers refuse. Compiled, it consists of operations that preserve infinities
+and NaN (``x - x.detach()`` would turn infinity into NaN).
 """
 
 from __future__ import annotations
@@ -44,32 +44,31 @@ def compute_average_loss(
     denominator: Literal["examples", "weights"] = "examples",
     batch: Any = None,
 ) -> Tensor:
-    """This tower's share of the mean loss over the global batch.
+    """Returns this tower's share of the mean loss over the global batch.
 
     Args:
         per_example_loss: losses with ``reduction="none"``; shape ``(examples, …)``, floating point. Further
             dimensions are summed, as in TensorFlow.
-        sample_weight: multiplies the losses; a number, or a tensor whose shape is a beginning of
+        sample_weight: multiplies the losses; a number, or a tensor whose shape is a prefix of
             ``per_example_loss``'s shape, such as ``(examples,)``.
-        global_batch_size: the number of examples to divide by. Default: the true number of examples of this
-            step over all towers, which comes with the batch from ``distribute_dataset`` that ``run`` was given,
-            else with the newest one while its loop is at it; without either, one small collective adds up the
-            towers' numbers.
+        global_batch_size: the number of examples to divide by. Default: the true number of examples of this step over
+            all towers. It is that of the batch of ``distribute_dataset`` that ``run`` received, or of the newest batch
+            whose loop is running. Without such a batch, one small collective adds up the towers' numbers.
         denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead (token losses
-            with padding); it costs one small collective.
-        batch: a tensor (or other object) of the distributed batch that the losses belong to, ``()`` if to none. Needed
-            where a step has several batches of one size, and where batches may be stand-ins and the losses have
-            another number of entries.
+            with padding). It costs one small collective.
+        batch: a tensor (or other object) of the distributed batch of these losses, or ``()`` if they belong to none.
+            It is necessary if a step has several batches of equal size, or if batches may be stand-ins and the losses
+            have another number of entries.
 
     Returns:
-        A scalar. Over all towers the values add up to the global mean (``strategy.reduce("sum", loss)``);
-        after averaging, the gradients are those of the global mean. Of an empty share, and of a stand-in
+        A scalar. The values of all towers add up to the global mean (``strategy.reduce("sum", loss)``). After
+        averaging, the gradients are those of the global mean. For an empty share or a stand-in
         (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros.
 
     Raises:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
-        ValueError: a scalar loss; weights that do not fit; or a first dimension that cannot be a number of
-            examples of this step.
+        ValueError: a scalar loss; weights that do not fit; or a first dimension that is not a number of examples of
+            this step.
     """
     replica = require_replica_context("compute_average_loss")
     if per_example_loss.dim() == 0:
@@ -111,14 +110,14 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
-    """This tower's share of a loss that does not depend on the batch, such as a weight penalty.
+    """Returns this tower's share of a loss that does not depend on the batch, such as a weight penalty.
 
     Args:
         regularization_loss: a scalar tensor or a number, equal on all towers.
 
     Returns:
-        Its value divided by the number of towers, so that the shares add up to it, with its full gradient,
-        so that the average over towers is the penalty's gradient.
+        The loss divided by the number of towers, so that the shares add up to it, with its full gradient, so that the
+        average over towers is the gradient of the loss.
 
     Raises:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
@@ -130,13 +129,13 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
 
 
 def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
-    """The sum over ``count``; half-precision losses are summed in float32, in which they do not overflow."""
+    """Returns the sum divided by ``count``. Half-precision losses are summed in float32, to avoid overflow."""
     wide = torch.promote_types(losses.dtype, torch.float32)
     return (losses.sum(dtype=wide) / count).to(losses.dtype)
 
 
 def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
-    """``value`` with its gradient multiplied by the number of towers."""
+    """Returns ``value`` with its gradient multiplied by the number of towers."""
     towers = replica.num_replicas_in_sync
     if towers == 1:
         return value
@@ -149,7 +148,7 @@ def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, with its derivative multiplied by a factor; works under all transforms of ``torch.func``."""
+    """The identity, with its derivative multiplied by a factor. It supports all transforms of ``torch.func``."""
 
     generate_vmap_rule = True
 
@@ -175,11 +174,12 @@ _ScaleGradient.forward.__signature__ = inspect.signature(_ScaleGradient.forward)
 
 
 def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
-    """The number of examples of all towers (1 on an empty share), if ``counted``; whether losses are a stand-in's.
+    """Returns the number of examples of all towers (1 on an empty share) if ``counted``, and whether losses are a
+    stand-in's.
 
     Args:
-        entries: how many losses there are.
-        values: they, and what they are weighted by.
+        entries: the number of losses.
+        values: the losses and their weights.
     """
     known, stand_in = replica.strategy.known_shares, False
     if known.has_stand_in or (not counted and any(share.may_stand_in for share in known.at_hand(replica.arguments))):
@@ -193,7 +193,7 @@ def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, 
 def _measured_in_a_graph(
     losses: Tensor, weights: Tensor | None, sample_weight: Tensor | float | None, counted: bool, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The count of :func:`_measure` as a tensor, and the losses and weights that count, the others being zero.
+    """Returns the count of :func:`_measure` as a tensor, and the losses and weights, zero if they do not count.
 
     See [Note: a compiled loss asks when it runs].
     """
@@ -231,7 +231,7 @@ def _(losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, 
 
 @_operator("mirrored::sum_over_all_towers")  # type: ignore[untyped-decorator]
 def _sum_over_towers(weight: Tensor) -> Tensor:
-    """An operator also where nothing is compiled: collectives cannot run within a transform of ``torch.func``."""
+    """Sums over the towers. It is an operator because collectives cannot run in a transform of ``torch.func``."""
     total: Tensor = require_replica_context("compute_average_loss").all_reduce("sum", weight)
     return total
 
@@ -242,7 +242,7 @@ def _(weight: Tensor) -> Tensor:
 
 
 def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
-    """Weights of the losses' dtype and device, whose shape is a beginning of theirs and broadcasts with it.
+    """Returns weights of the losses' dtype and device, with a shape that broadcasts from the first dimension.
 
     Raises:
         ValueError: the shape does not fit.
@@ -264,17 +264,17 @@ def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
 
 
 def global_count(local: int, replica: ReplicaContext, what: str = "the loss", batch: Any = None) -> int:
-    """The number of examples of this step over all towers, of which this one has ``local``.
+    """Returns the number of examples of this step over all towers, of which this tower has ``local``.
 
-    On an empty share of a distributed batch it is 1: the sum of no losses is an exact zero, whatever divides it.
+    On an empty share of a distributed batch it is 1, because the sum of no losses is zero for any divisor.
 
     Args:
-        what: the name that messages give to what has so many entries.
-        batch: something of the distributed batch that is meant, if the script says so.
+        what: the name of the losses in messages.
+        batch: an object of the intended distributed batch, if the script names it.
 
     Raises:
         ValueError: see [Note: a loss must fit its batch]; the distributed batch has another number of examples, or
-        there are several that may be meant.
+        several batches could be intended.
     """
     # see [Note: batch sizes travel beside the batch]
     known = replica.strategy.known_shares
@@ -301,7 +301,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
 
 
 def _count_together(local: int, replica: ReplicaContext) -> int:
-    """The sum of all towers' numbers of examples, where no distributed batch knows it."""
+    """Returns the sum of all towers' numbers of examples, if no distributed batch has it."""
     if replica.strategy.num_replicas_in_sync == 1:
         return local
     return int(_add_up(torch.tensor(local, device="cpu")))
@@ -320,7 +320,7 @@ def _add_up(local: Tensor) -> Tensor:
 
 
 def _say_whether_shared_out(local: int, replica: ReplicaContext) -> None:
-    """Say once what losses of no distributed batch cost, or that all towers were given the same examples."""
+    """Logs once the cost of losses without a distributed batch, or that all towers received the same examples."""
     strategy = replica.strategy
     tensors = [leaf.detach() for leaf in trees.leaves(replica.arguments) if isinstance(leaf, Tensor)]
     batch = [x.cpu() for x in tensors if x.shape[:1] == (local,) and x.layout == torch.strided]

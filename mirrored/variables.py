@@ -1,16 +1,17 @@
 """Variables that towers write, with the rules of TensorFlow's ``tf.Variable`` under a strategy.
 
 [Note: writes that TensorFlow lets pass] Without an aggregation, TensorFlow writes a mirrored variable of one replica
-alone inside ``run``, and outside it takes any value that a worker passes. Both let towers drift apart in silence. Here
+only inside ``run``, and outside it accepts any value that a worker passes. Both let towers drift apart silently. Here
 the first is an error, and so is a value that differs between towers.
 
-[Note: a sum is divided exactly] Each tower's addend is a multiple of the sum's unit in the last place. So no partial
-sum is rounded, and reading gives the bits that were assigned, on any number of towers and in any order. (Of dtypes in
-which torch does not compute, such as uint16 and float8, tower 0 takes all.) Where all towers hold the same bits, an
-on_read mean is those bits, though adding and dividing would round them.
+[Note: a sum is divided exactly] Each tower's addend is a multiple of the sum's unit in the last place. Therefore no
+partial sum is rounded, and reading returns the bits that were assigned, on any number of towers and in any order. (For
+dtypes in which torch does not compute, such as uint16 and float8, tower 0 takes the whole value.) If all towers have
+the same bits, an on_read mean has these bits, although adding and dividing would round.
 
-[Note: every tower's value is saved] TensorFlow saves what reading gives, and divides a sum again when it is restored.
-The state here also holds every tower's own value, for a run on as many towers to continue in the same bits.
+[Note: every tower's value is saved] TensorFlow saves the value that reading returns, and divides a sum again at a
+restore. The state here also contains every tower's own value, so that a run on as many towers continues with the same
+bits.
 """
 
 from __future__ import annotations
@@ -45,38 +46,39 @@ _Operators: Any = object
 
 
 class Variable(_Operators):  # type: ignore[misc]
-    """A value that towers write and read; made by :meth:`mirrored.Strategy.variable`, on all towers alike.
+    """A value that towers write and read. :meth:`mirrored.Strategy.variable` creates it, on all towers.
 
     The rules are those of ``OnWritePolicy`` and ``OnReadPolicy`` (tensorflow/python/distribute/values.py):
 
-    | | on_write: all towers hold the same | on_read: each tower holds its own |
+    | | on_write: one value for all towers | on_read: one value per tower |
     |---|---|---|
-    | inside ``run`` | a write aggregates the towers' values | a write and a read are this tower's own |
-    | outside | all towers write one value | a read aggregates; ``assign`` divides a sum among the towers |
+    | inside ``run`` | a write aggregates the towers' values | writes and reads use this tower's value |
+    | outside | all towers write the same value | a read aggregates; ``assign`` divides a sum among the towers |
 
-    Its operators, its conversions, torch's functions and the methods of tensors compute with :meth:`value`, which
-    ``torch.tensor``, ``divmod`` and ``round`` have to be given. It is no tensor, has no gradient, and no optimizer
-    takes it. ``copy.deepcopy`` makes another variable of the same strategy; :meth:`state_dict` is what is pickled.
+    Operators, conversions, torch's functions and the methods of tensors compute with :meth:`value`. Pass :meth:`value`
+    to ``torch.tensor``, ``divmod`` and ``round``. A variable is not a tensor, has no gradient, and is not a parameter
+    of an optimizer. ``copy.deepcopy`` creates another variable of the same strategy. Pickling uses :meth:`state_dict`.
 
     Args:
-        strategy, check_here: given by :meth:`mirrored.Strategy.variable`.
-        value: the first value, a tensor, array or number; all towers take tower 0's.
-        synchronization: "on_write" (which "auto" is) or "on_read".
-        aggregation: makes one value of the towers': "sum", "mean", "only_first_replica" (tower 0's) or "none". With
-            "none" an on_write variable is written outside ``run`` only, and an on_read one is used inside only.
-        dtype: default the value's: int64, bool or torch's default for Python's numbers.
-        name: for messages; default a number.
+        strategy, check_here: passed by :meth:`mirrored.Strategy.variable`.
+        value: the initial value, a tensor, array or number. All towers take tower 0's.
+        synchronization: "on_write" (the meaning of "auto") or "on_read".
+        aggregation: how the towers' values become one: "sum", "mean", "only_first_replica" (tower 0's) or "none". With
+            "none", an on_write variable can be written only outside ``run``, and an on_read variable can be used only
+            inside.
+        dtype: default: the value's dtype; for Python's numbers int64, bool or torch's default dtype.
+        name: for messages. Default: a number.
 
     Attributes:
         name: the variable's name in messages.
         synchronization: "on_write" or "on_read".
         aggregation: "sum", "mean", "only_first_replica" or "none".
-        shape, dtype, device: those of its value; they stay.
+        shape, dtype, device: those of its value, which do not change.
 
     Raises:
-        ValueError: on all towers: an unknown word; a sum of booleans or a mean of integers; or virtual towers, unless
-            it is on_write without an aggregation, as what towers write depends on their number.
-        DisagreementError: on all towers, when shapes, dtypes, synchronization or aggregation differ.
+        ValueError: on all towers: an unknown option; a sum of booleans or a mean of integers; or virtual towers, except
+            for on_write without an aggregation, because the values that towers write depend on their number.
+        DisagreementError: on all towers, if shapes, dtypes, synchronization or aggregation differ.
     """
 
     def __init__(
@@ -114,13 +116,13 @@ class Variable(_Operators):  # type: ignore[misc]
     # -- reading and writing -----------------------------------------------------------------------------
 
     def value(self) -> Tensor:
-        """The current value: a new tensor without a graph, on this tower's device.
+        """Returns the current value as a new tensor without a graph, on this tower's device.
 
-        Outside ``run``, reading an on_read variable aggregates the towers' values, and all towers call it.
+        Outside ``run``, reading an on_read variable aggregates the towers' values, and all towers must call it.
 
         Raises:
             ValueError: an on_read variable without an aggregation, outside ``run``.
-            DisagreementError: on all towers, when some call something else.
+            DisagreementError: on all towers, if some make another call.
         """
         call = f"value() of variable {self.name!r}"
         self._check_here(call)
@@ -133,26 +135,26 @@ class Variable(_Operators):  # type: ignore[misc]
     read_value = value
 
     def assign(self, value: Any) -> Tensor:
-        """Replace the value; returns :meth:`value`.
+        """Replaces the value, and returns :meth:`value`.
 
         Args:
-            value: a tensor, array, number or variable of this variable's shape, whose dtype can be cast to this
-                variable's (as ``torch.can_cast`` says). It is copied, without its graph.
+            value: a tensor, array, number or variable of this variable's shape, with a dtype that ``torch.can_cast``
+                can cast to this variable's. It is copied without its graph.
 
         Raises:
-            ValueError: another shape; an on_write variable without an aggregation, inside ``run``; or an on_read one
-                without, outside. Where towers aggregate, all of them raise it.
-            TypeError: another dtype; on all towers likewise.
-            DisagreementError: on all towers, when some call something else, or, outside ``run``, pass another value.
+            ValueError: another shape; an on_write variable without an aggregation, inside ``run``; or an on_read
+                variable without an aggregation, outside. If towers aggregate, all of them raise it.
+            TypeError: another dtype; if towers aggregate, on all of them.
+            DisagreementError: on all towers, if some make another call or, outside ``run``, pass another value.
         """
         return self._write("assign", value, lambda before, after: after)
 
     def assign_add(self, value: Any) -> Tensor:
-        """Add to the value; see :meth:`assign`. To an on_read sum each tower adds its own, inside ``run``."""
+        """Adds to the value; see :meth:`assign`. Inside ``run``, each tower adds to its own value of an on_read sum."""
         return self._write("assign_add", value, torch.add)
 
     def assign_sub(self, value: Any) -> Tensor:
-        """Subtract from the value; see :meth:`assign_add`."""
+        """Subtracts from the value; see :meth:`assign_add`."""
         return self._write("assign_sub", value, torch.sub)
 
     def _write(self, method: str, value: Any, update: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -179,7 +181,7 @@ class Variable(_Operators):  # type: ignore[misc]
         return self.value()
 
     def _converted(self, value: Any) -> Tensor:
-        """A copy of ``value`` that can take this variable's place.
+        """Returns a copy of ``value`` with this variable's dtype and device.
 
         Raises:
             ValueError, TypeError: it has another shape, or a dtype that cannot be cast.
@@ -205,15 +207,15 @@ class Variable(_Operators):  # type: ignore[misc]
         return result
 
     def _is_equal(self, call: str, local: Tensor) -> bool:
-        """Whether all towers hold the same bits."""
+        """Returns whether all towers have the same bits."""
         digest = hashlib.sha256(as_bytes(local.cpu()).numpy().tobytes()).digest()
         return len({announced.body for announced in announce_with_body(self._comm, call, body=digest)}) == 1
 
     def _of_first_tower(self, call: str, local: Tensor, same: bool = False) -> Tensor:
-        """Tower 0's value.
+        """Returns tower 0's value.
 
         Args:
-            same: it must be that of all towers; see [Note: writes that TensorFlow lets pass].
+            same: whether all towers must have this value; see [Note: writes that TensorFlow lets pass].
         """
         body = as_bytes(local.cpu()).numpy().tobytes() if same or self._comm.index == 0 else b""
         bodies = [announced.body for announced in announce_with_body(self._comm, call, body=body)]
@@ -224,7 +226,7 @@ class Variable(_Operators):  # type: ignore[misc]
         return from_bytes(bodies[0]).view(self.dtype).view(self.shape).to(self.device)
 
     def _addend_of(self, value: Tensor) -> Tensor:
-        """What this tower holds, for reading to give ``value``; see [Note: a sum is divided exactly]."""
+        """Returns this tower's part of ``value``; see [Note: a sum is divided exactly]."""
         towers, unit = self._comm.size, torch.ones_like(value)
         if self.synchronization == "on_write" or self.aggregation != "sum":
             return value
@@ -242,10 +244,10 @@ class Variable(_Operators):  # type: ignore[misc]
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What reading gives outside ``run`` ("value") and, for on_read, every tower's value ("of_each_tower").
+        """Returns the value outside ``run`` ("value") and, for on_read, every tower's value ("of_each_tower").
 
-        All towers call it, and get the same. The second has a row for each tower. Without an aggregation there is no
-        first one.
+        All towers must call it, and receive the same. "of_each_tower" has a row for each tower. Without an aggregation,
+        "value" is missing.
         """
         if self.synchronization == "on_write":
             return {"value": self._local.clone()}
@@ -254,14 +256,14 @@ class Variable(_Operators):  # type: ignore[misc]
         return {**value, "of_each_tower": values.gather(self._comm, self._local.unsqueeze(0))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of a variable of either synchronization; all towers load the same, and it is no collective.
+        """Loads a state of a variable of either synchronization. All towers load the same; the call is not collective.
 
-        On as many towers as have saved it, each on_read value returns to its tower. On other numbers it is assigned, so
-        that reading gives what it gave.
+        On the number of towers that saved it, each on_read value returns to its tower. On another number, the value is
+        assigned, so that reading returns the same.
 
         Raises:
-            ValueError, TypeError: it is no such state; has another shape, or a dtype that cannot be cast; or was saved
-                by another number of towers without an aggregation.
+            ValueError, TypeError: it is not such a state; it has another shape, or a dtype that cannot be cast; or it
+                was saved on a different number of towers without an aggregation.
         """
         each = _dense(state.get("of_each_tower", ()) if self.synchronization == "on_read" else (), None, self.device)
         rows = len(each) if each.dim() else 0
@@ -318,10 +320,10 @@ def _plain(value: Any) -> Any:
 
 
 def _dense(value: Any, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A value as a tensor without a graph.
+    """Returns a value as a tensor without a graph.
 
     Raises:
-        TypeError: it is a sparse tensor; or what torch raises.
+        TypeError: it is a sparse tensor, or torch cannot convert it.
     """
     tensor = torch.as_tensor(_plain(value), dtype=dtype, device=device).detach()
     if tensor.layout != torch.strided:
@@ -330,7 +332,7 @@ def _dense(value: Any, dtype: torch.dtype | None, device: torch.device) -> Tenso
 
 
 def _on_values(op: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls ``op`` with the values of variables."""
+    """Returns a method that calls ``op`` with the values of variables."""
     return lambda *operands: op(*map(_plain, operands))
 
 
@@ -353,10 +355,10 @@ for _kind in (float, int, bool, complex, len, iter, format):
 
 
 def _choice(name: str, chosen: object, choices: tuple[str, ...]) -> str:
-    """One of ``choices``, named as text in any case or by TensorFlow's enumeration; "auto" is the first.
+    """Returns one of ``choices``, from a string in any case or TensorFlow's enumeration. "auto" is the first choice.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is not one of them.
     """
     text = str(getattr(chosen, "name", chosen)).lower()
     if text not in choices:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are saved, and from which one a run continues."""
+"""Checkpoints of a run: when to save, and which checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _LOOK_EVERY = 10  # steps between two looks for an evaluator's request
 
 
 class CheckpointManager:
-    """Saves a run's whole state in a folder, and restores it, so that the run continues as if never interrupted.
+    """Saves the whole state of a run in a folder, and restores it, so that an interrupted run resumes.
 
-    A checkpoint holds the given objects, the random numbers of every tower and the step. It is written under another
-    name, flushed, and renamed, so every checkpoint in the folder is complete at any instant. All towers make the same
-    calls; one of them writes, or one for each folder where hosts do not share it. Restored on the same number of towers
-    (with virtual towers: on any), a run ends in the bits of the run that was never interrupted. (Inside ``mirrored
-    verify`` nothing is restored or saved.)
+    A checkpoint contains the given objects, the random state of every tower and the step. It is written under a
+    temporary name, fsynced, and renamed, so every checkpoint in the folder is complete at any time. All towers must
+    make the same calls. One tower writes, or one tower per folder if hosts do not share a folder. A run that resumes on
+    the same number of towers (with virtual towers: on any number) and without gradient compression ends with the same
+    bits as a run that was not interrupted. Inside ``mirrored verify``, nothing is restored or saved.
 
     ::
 
@@ -55,30 +55,31 @@ class CheckpointManager:
                     checkpoints.step()
 
     Args:
-        strategy: its towers save and restore together.
-        folder: is made when it is missing. One run at a time writes there.
-        objects: by name: models, optimizers, schedules, scalers, distributed datasets, metrics, and whatever else has
-            ``state_dict`` and ``load_state_dict``; dicts and lists of numbers, texts and tensors, which keep their
-            identity.
-        keep: how many of the newest steps are kept, at least 2. Checkpoints with a name of their own are kept always.
-        every_steps: :meth:`step` saves every so many steps.
-        every_seconds: :meth:`step` saves when so much time has passed since the last.
-        memory_every_steps: :meth:`step` keeps a snapshot in the memory of each host's agent every so many steps, except
-            where it saves. A job that starts again after a failure (``restarts=``) goes on from the newest of both.
-        asynchronous: whether :meth:`step` and :meth:`save` return while a copy of the state is still being written; the
-            next save waits for it. Costs the writing tower the state's size in memory.
-        grace_seconds: how long after one of the signals the step may take to end and to be saved; see :meth:`resume`.
-        signals: those that ask the run to stop.
+        strategy: the strategy whose towers save and restore together.
+        folder: is created if it does not exist. Only one run at a time may write there.
+        objects: by name: models, optimizers, schedulers, scalers, distributed datasets, metrics, and other objects with
+            ``state_dict`` and ``load_state_dict``; dicts and lists of numbers, strings and tensors, which are restored
+            in place.
+        keep: the number of newest steps to keep, at least 2. Named checkpoints are always kept.
+        every_steps: the number of steps between saves by :meth:`step`.
+        every_seconds: the number of seconds between saves by :meth:`step`.
+        memory_every_steps: the number of steps between snapshots by :meth:`step` in the memory of each host's agent. A
+            step that is saved to disk needs no snapshot. A job that restarts after a failure (``restarts=``) resumes
+            from the newest checkpoint or snapshot.
+        asynchronous: whether :meth:`step` and :meth:`save` return while a copy of the state is still being written. The
+            next save waits for it. The copy needs as much memory as the state, on the tower that writes.
+        grace_seconds: seconds after a signal in which the step must end and be saved; see :meth:`resume`.
+        signals: the signals that request a stop.
         disk: replaces access to the disk in tests.
 
     Attributes:
-        steps: number of steps counted, including those before a restart.
-        stalled_seconds: how long training was blocked by saves that succeeded; calls of :meth:`wait` are not counted.
+        steps: the number of steps, including those before a restart.
+        stalled_seconds: the time for which successful saves blocked training, without calls of :meth:`wait`.
 
     Raises:
-        ValueError: a name or a number is out of range.
-        TypeError: an object has no state that could be saved.
-        CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
+        ValueError: a name or a number is invalid.
+        TypeError: an object has no state that can be saved.
+        CheckpointError: on all towers: the folder is not writable, or another run writes there.
     """
 
     def __init__(
@@ -137,13 +138,13 @@ class CheckpointManager:
         self._snapshots = None if every is None else keep_snapshots(strategy, self.folder, tracked, every)
 
     def step(self) -> None:
-        """Call it after each step of training: counts the step, saves when a checkpoint is due, stops on a signal.
+        """Counts a step of training, saves if a checkpoint is due, and stops after a signal. Call it after each step.
 
         Raises:
-            Preempted: SIGTERM, SIGINT or SIGHUP has come to some tower; the step is saved, and the program ends with
+            Preempted: a tower received SIGTERM, SIGINT or SIGHUP. The step is saved, and the program ends with exit
                 code 75.
-            TrainingStopped: inside :meth:`resume`, which takes the exception: an evaluator asks to stop early; the step
-                is saved.
+            TrainingStopped: an evaluator requested an early stop. The step is saved. :meth:`resume` catches the
+                exception.
             CheckpointError: see :meth:`save`.
         """
         self.steps += 1
@@ -174,21 +175,21 @@ class CheckpointManager:
             self.stalled_seconds += clock.monotonic() - started
 
     def save(self, name: str | None = None, *, wait: bool | None = None) -> None:
-        """Save the current state. All towers call it.
+        """Saves the current state. All towers must call it.
 
         Args:
-            name: keeps this checkpoint under a name of its own, such as "best"; default: that of the step.
-            wait: return when it is on the disk; default: unless ``asynchronous``.
+            name: a name for this checkpoint, such as "best". Default: the name of the step.
+            wait: whether to return only when the checkpoint is on disk. Default: True unless ``asynchronous``.
 
         Raises:
-            ValueError: ``name`` cannot name a checkpoint; or, on all towers, the towers are at different steps.
-            TypeError: on all towers: something cannot be saved.
-            MirrorError: on all towers: they do not hold the same parameters or state of optimizers any more. (Not with
+            ValueError: ``name`` is not a valid name; or, on all towers, the towers are at different steps.
+            TypeError: on all towers: an object cannot be saved.
+            MirrorError: on all towers: their parameters or optimizer states differ. (Not with
                 ``mirror_check_interval=None``.)
-            CheckpointError: on all towers: the one before, which was still being written, failed, and this one was not
-                begun; or, with ``wait``, this one failed. Without ``wait``, its own error comes from the next
-                :meth:`save`, :meth:`wait` or the end of :meth:`resume`. Earlier ones are unchanged.
-            DisagreementError: on all towers: some call something else.
+            CheckpointError: on all towers: writing the previous checkpoint failed, and this one was not started; or,
+                with ``wait``, writing this one failed. Without ``wait``, the next :meth:`save`, :meth:`wait` or the end
+                of :meth:`resume` raises the error. Earlier checkpoints are unchanged.
+            DisagreementError: on all towers: some make another call.
         """
         if name is not None and is_step(check_name(name)):
             raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
@@ -205,17 +206,17 @@ class CheckpointManager:
         self.stalled_seconds += self._saved_at - started
 
     def wait(self) -> None:
-        """Return when nothing is being written. All towers call it.
+        """Returns when no checkpoint is being written. All towers must call it.
 
         Raises:
-            CheckpointError: on all towers: the checkpoint that was being written could not be.
+            CheckpointError: on all towers: writing a checkpoint failed.
         """
         with self._noting_failure():
             self._saver.wait()
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """After an error no step counts as saved, on all towers alike."""
+        """Counts no step as saved after an error, on all towers."""
         try:
             yield
         except CheckpointError:
@@ -223,7 +224,7 @@ class CheckpointManager:
             raise
 
     def _remind(self) -> None:
-        """Log once what is not saved."""
+        """Logs once which state is not saved."""
         if self._reminds_of_data and self._comm.index == 0:
             log.info(
                 "the saved objects include no distributed dataset: a resumed run starts its data from the beginning"
@@ -239,18 +240,18 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[Restored | None]:
-        """Continue from the newest checkpoint that all towers have, or start anew; save at the end.
+        """Resumes from the newest checkpoint that all towers have, or starts from the beginning, and saves at the end.
 
-        Inside, the first SIGTERM, SIGINT or SIGHUP on any tower lets all of them finish the same step, save, and end
-        with exit code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
-        :meth:`step` nothing is interrupted. Where an evaluator stops the training early, :meth:`step` leaves the block
-        on all towers, and the script goes on behind it.
+        Inside the block, after the first SIGTERM, SIGINT or SIGHUP on any tower, all towers finish the same step, save,
+        and end with exit code 75. A second signal, or the end of ``grace_seconds``, ends the program at once. Only
+        :meth:`step` stops the run. If an evaluator stops the training early, :meth:`step` leaves the block on all
+        towers, and the script continues after it.
 
-        Yields the restored checkpoint; None where there was none.
+        Yields the restored checkpoint, or None if there is none.
 
         Raises:
-            CheckpointError: on all towers: there are checkpoints, but none that is intact and that all towers have; or
-                the newest does not fit the objects of this run.
+            CheckpointError: on all towers: there are checkpoints, but none is intact on all towers; or the newest does
+                not fit the objects of this run.
         """
         with self._signals:
             restored = self.restore_newest()
@@ -271,17 +272,17 @@ class CheckpointManager:
 
     @property
     def written_seconds(self) -> float:
-        """How long this tower wrote the newest checkpoint, in a thread or not; 0 where another tower writes."""
+        """The seconds that this tower needed to write the newest checkpoint; 0 if another tower writes."""
         return self._saver.written_seconds
 
     @property
     def latest(self) -> str | None:
-        """The name of the newest step's checkpoint in this tower's folder."""
+        """The name of the newest checkpoint of a step in this tower's folder."""
         steps = self._folder.steps()
         return name_of(steps[-1]) if steps else None
 
     def restore_newest(self) -> Restored | None:
-        """Restore the newest checkpoint that is intact on all towers; None where there are none at all.
+        """Restores the newest checkpoint that is intact on all towers, and returns it, or None if there is none.
 
         Raises:
             CheckpointError: see :meth:`resume`.
@@ -293,11 +294,11 @@ class CheckpointManager:
         return None if restored is None else self._continue_from(restored)
 
     def restore(self, name: str) -> Restored:
-        """Restore a checkpoint of this folder by its name. All towers call it.
+        """Restores a checkpoint of this folder by its name. All towers must call it.
 
         Raises:
-            ValueError: it is no name of a checkpoint.
-            CheckpointError: on all towers: it is damaged, or does not fit; nothing was changed then.
+            ValueError: ``name`` is not a valid name.
+            CheckpointError: on all towers: it is damaged, or does not fit. No object has changed.
         """
         check_name(name)
         self.wait()
@@ -322,7 +323,7 @@ class CheckpointManager:
             self.save(wait=True)
 
     def _end(self) -> NoReturn:
-        """All towers end together, after saving."""
+        """Ends all towers together, after saving."""
         self._comm.barrier()  # the first tower that ends makes its launcher end the others
         if self._comm.index == 0:
             received = self._signals.received

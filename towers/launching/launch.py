@@ -1,9 +1,10 @@
-"""Run a function on several towers, from a test or a notebook.
+"""Runs a function on several towers, from a test or a notebook.
 
-[Note: launched towers forget the fork server] A process from multiprocessing's fork server takes over the server's
-start method. Loader workers would each import torch, 3.4 s an epoch instead of 0.06, and datasets would have to pickle;
-so towers take the caller's start method. All that the server has loaded is frozen for the garbage collector: scopes
-collect garbage before towers are compared, which took 0.15 s of every small job.
+[Note: launched towers forget the fork server] A process from multiprocessing's fork server inherits the server's start
+method. Worker processes of data loaders would each import torch, which takes 3.4 s per epoch instead of 0.06, and
+datasets would have to be picklable. Therefore towers use the caller's start method. The objects that the server has
+loaded are frozen for the garbage collector, because scopes collect garbage before towers are compared, which took 0.15
+s of every small job.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _DONE, _EXITED = 0.5, 30.0  # seconds until processes of towers that are done ha
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why one tower failed.
+    """The failure of one tower.
 
     Attributes:
         tower: its index.
-        exception: the exception itself; None when the tower died of something else or it does not pickle.
+        exception: the exception; None if the tower ended in another way or the exception cannot be pickled.
         traceback: the traceback as text, or a sentence on how the tower ended.
-        consequence: whether it failed only because another tower was gone.
+        consequence: whether it failed only because another tower had ended.
     """
 
     tower: int
@@ -67,29 +68,30 @@ def launch(
     devices: Sequence[devices.Device] | None = None,
     timeout: float | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` in N fresh processes, one per tower, and return the results in tower order.
+    """Calls ``fn(*args, **kwargs)`` in N new processes, one per tower, and returns the results in tower order.
 
-    Inside, ``MirroredStrategy()`` finds the towers as it does under torchrun. The processes come from a fork
-    server that has torch loaded: the first call takes seconds, the next ones a few hundredths.
+    Inside ``fn``, ``MirroredStrategy()`` finds the towers as under torchrun. A fork server that has loaded torch starts
+    the processes: the first call takes seconds, later calls a few hundredths of a second.
 
     Args:
-        fn: a function that pickles (module level; in a notebook, with cloudpickle installed, also
-            functions from cells). A script that calls ``launch`` needs ``if __name__ == "__main__":``.
-        args, kwargs: its arguments; tensors travel by value, each tower gets its own.
-        towers: how many; default: as many as ``devices``, else 2.
-        devices: one device per tower; default: GPUs, or CPUs where there is none.
-        timeout: seconds for the call, default 3,600; ``float("inf")`` for no limit.
+        fn: a picklable function (at module level; in a notebook with cloudpickle installed, also a function of a cell).
+            A script that calls ``launch`` needs ``if __name__ == "__main__":``.
+        args, kwargs: its arguments. Tensors are sent by value; each tower receives its own copy.
+        towers: the number of towers. Default: the number of ``devices``, or 2.
+        devices: one device per tower. Default: GPUs, or CPUs if there are none.
+        timeout: seconds for the call, 3,600 by default; ``float("inf")`` for no limit.
 
     Returns:
-        ``fn``'s results, one per tower; they must pickle.
+        The results of ``fn``, one per tower. They must be picklable.
 
     Raises:
-        TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
-            traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No tower is left.
-        SystemExit: this process was sent SIGTERM or SIGHUP, which went on to the towers, and they have saved and ended
-            with exit code 75, with which this process ends, too. (Else it ends by the signal.)
+        TowerFailedError: a tower raised an exception, was killed or exceeded the timeout. The message ends with that
+            tower's traceback, ``__cause__`` is its exception, and ``failures`` describes all towers. All towers have
+            ended.
+        SystemExit: this process received SIGTERM or SIGHUP and forwarded it, and the towers have saved and ended with
+            exit code 75, which is also the exit code of this process. (Otherwise the signal ends this process.)
         ValueError: ``towers`` is not positive or does not match ``devices``.
-        TypeError: ``fn`` or its arguments do not pickle.
+        TypeError: ``fn`` or its arguments cannot be pickled.
         CannotStartError: called inside a tower.
     """
     names = _device_names(towers, devices)
@@ -135,11 +137,11 @@ def launch(
 
 
 class _Towers(Attempt):
-    """Towers from the fork server, whose children they are. One has ended when it has replied, or its pipe is closed.
+    """Towers that the fork server has started. A tower has ended when it has replied or its pipe is closed.
 
     Attributes:
-        results: what ``fn`` has returned, by tower.
-        failures: the other towers' failures, in the order in which they have come.
+        results: the results of ``fn``, by tower.
+        failures: the other towers' failures, in order of time.
     """
 
     def __init__(self, directory: pathlib.Path) -> None:
@@ -150,7 +152,7 @@ class _Towers(Attempt):
         self._pipes: dict[int, Connection] = {}
 
     def start(self, tower: int, context: ForkServerContext, arguments: tuple[Any, ...]) -> None:
-        """Start a tower, with the arguments of :func:`_be_tower` after its pipe."""
+        """Starts a tower, with the arguments of :func:`_be_tower` after its pipe."""
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_be_tower, args=(sender, *arguments), name=f"tower{tower}")
         with _importable_main():
@@ -189,7 +191,7 @@ class _Towers(Attempt):
         return [tower for tower, process in self._started.items() if process.is_alive()]
 
     def unfinished(self, seconds: float) -> list[Failure]:
-        """Where towers have not replied in time, the failure of the first of them."""
+        """Returns the failure of the first tower that has not replied in time."""
         missing = [tower for tower in self.processes if tower not in self.endings]
         towers = ", ".join(map(str, missing))
         text = f"it was not done after {seconds:.0f} s (not done: towers {towers}); see launch's timeout"
@@ -206,7 +208,7 @@ def _device_names(towers: int | None, requested: Sequence[devices.Device] | None
 
 
 def _environment(tower: int, count: int, port: int, token: str, names: Sequence[str]) -> dict[str, str]:
-    """The caller's environment with the variables that torchrun would set."""
+    """Returns the caller's environment with the variables that torchrun would set."""
     variables = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", MEMORY)}
     variables |= {
         "RANK": str(tower),
@@ -228,14 +230,14 @@ def _environment(tower: int, count: int, port: int, token: str, names: Sequence[
 
 
 def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
-    """Where the tower's standard output and error go: paths to write to."""
+    """Returns the paths to which the tower's standard output and error are written."""
     if tower == 0:
         return relay.pipe("stdout", console.standard("stdout")), relay.pipe("stderr", console.standard("stderr"))
     return os.devnull, relay.prefixed("stderr", f"tower {tower}")
 
 
 def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> bytes:
-    """Pickle the call by value (not with multiprocessing's pickler, which would share tensors' memory)."""
+    """Pickles the call by value (not with multiprocessing's pickler, which would share tensors' memory)."""
     fn = call[0]
     in_notebook = getattr(fn, "__module__", None) == "__main__" and not _main_is_a_file()
     try:
@@ -257,13 +259,13 @@ def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> b
 
 
 def _main_is_a_file() -> bool:
-    """Whether other processes can import what this program defines (not from a notebook or standard input)."""
+    """Returns whether other processes can import this program's definitions (not from a notebook or standard input)."""
     return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
 
 
 @contextlib.contextmanager
 def _importable_main() -> Iterator[None]:
-    """Inside, multiprocessing does not try to import a program that came on standard input."""
+    """Keeps multiprocessing from importing a program that was read from standard input."""
     main = sys.modules["__main__"]
     file = None if _main_is_a_file() else vars(main).pop("__file__", None)
     try:
@@ -281,7 +283,7 @@ def _be_tower(
     start_method: str | None,
     payload: bytes,
 ) -> None:
-    """What the process of a tower runs."""
+    """Runs in the process of a tower."""
     failure.end_with_parent()
     os.register_at_fork(after_in_child=sender.close)  # or this tower's end would go unseen while its child lives
     for number, path in enumerate(streams, start=1):
@@ -310,10 +312,10 @@ def _be_tower(
 
 
 def _check_accelerators(names: str) -> None:
-    """Check that this process, which was forked, can use GPUs, unless it is for CPUs only.
+    """Checks that this forked process can use GPUs, unless it is for CPUs only.
 
     Raises:
-        CannotStartError: it cannot.
+        CannotStartError: it cannot use GPUs.
     """
     kinds = {devices.parse(name).type for name in names.split(",")} if names else {devices.accelerator_kind()}
     if any(is_in_bad_fork(kind) for kind in kinds):
