@@ -162,7 +162,7 @@ def test_a_tower_that_ends_within_a_slow_request_of_its_store_does_not_abort(tmp
     run_program(["-m", "mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py"], cwd=str(tmp_path), code=0)
 
 
-SAID = "mirrored: the process groups could not be destroyed within 0 s"
+SAID = "mirrored: warning: the process groups could not be destroyed within 0 s"
 ENDS = {
     "raise ValueError('boom')": (1, "ValueError: boom"),
     "raise KeyboardInterrupt": (130, "KeyboardInterrupt"),

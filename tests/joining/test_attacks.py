@@ -75,7 +75,7 @@ def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() ->
 
     first, second = together(come, store, store)
     assert first == second
-    assert re.search(r"1 of 3 towers did not join within \d+ s: tower 2 \(c\), in whose place", first)
+    assert re.search(r"1 of 3 towers did not join within \d+ s: tower 2 \(c\) \(its entry in the store is", first)
 
 
 # -- forged messages ---------------------------------------------------------------------------------------------

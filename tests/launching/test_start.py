@@ -127,7 +127,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
     assert "tower 0 warns" in lines
     for tower in (1, 2):
         assert f"[tower {tower}] tower {tower} warns\n" in result.stderr
-        assert f"[tower {tower}] mirrored: tower {tower} logs\n" in result.stderr
+        assert f"[tower {tower}] mirrored: warning: tower {tower} logs\n" in result.stderr
         assert f"tower {tower} draws" not in result.stderr
         assert f"tower {tower} talks" in (tmp_path / f"tower{tower}.out").read_text()
         assert "draws" in (tmp_path / f"tower{tower}.err").read_text()

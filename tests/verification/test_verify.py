@@ -41,7 +41,7 @@ def plain(report: VerificationReport) -> str:
         ("outside scope", "Linear.scale was created outside strategy.scope()", "optimizer.step()"),
         ("changed on one tower", "tower 0 alone changes Sequential.2.weight", "clamp_"),
         ("sharded twice", "has 24 examples on each of 2 towers, but 48 on one", None),
-        ("sharded in step", "the model sees 4 examples on 2 towers, but 8 on one", None),
+        ("sharded in step", "the model receives 4 examples on 2 towers, but 8 on one", None),
         ("evaluation padded", "after step 3 takes 12 examples on 2", "strategy.reduce"),
         ("evaluation drops", "the evaluation after step 1 takes 10 examples on 2 towers, 11 on one: 1 left out", None),
         ("learning rate", "of step 1 is 0.2 on 2 towers, but 0.1 on one", "lr=0.1"),
@@ -165,7 +165,7 @@ def test_a_right_script_is_called_so(
         ("stack and time first", "Random numbers that run draws are one stream"),
         ("mean and next", "The script ends in StopIteration (line {next})"),
         ("mean and count", "The script ends in AssertionError (line {count})"),
-        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2. What follows was not"),
+        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2. The rest was not"),
         ("times", "and so are the 10 results"),
     ],
 )
