@@ -12,11 +12,6 @@ import pytest
 from tests.support.jobs import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-NOT_YET = {
-    *(f"docs/project/{page}.md" for page in ("architecture", "benchmarks", "decisions", "scaling")),
-}
-"""Pages whose sentences are still to be rewritten."""
-
 AVOIDED = {
     r"\b(goes|go|going|went) on\b": "continues, resumes",
     r"\b(anew|in vain|first of all)\b": "again, without success, root cause",
@@ -77,8 +72,6 @@ def avoided_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_has_plain_words_and_short_sentences(page: pathlib.Path) -> None:
-    if str(page.relative_to(ROOT)) in NOT_YET:
-        pytest.skip("still to be rewritten")
     text = page.read_text()
     found = avoided_in(" ".join(prose_of(text).split()))
     found += [sentence for sentence in sentences_of(text) if len(re.findall(r"[a-z]{2,}|\ba\b", sentence)) > LONGEST]
