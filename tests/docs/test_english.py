@@ -86,3 +86,21 @@ def test_messages_have_plain_words() -> None:
                 if len(text.split()) >= 3:
                     found += [f"{path.relative_to(ROOT)}:{line}: {each}" for each in avoided_in(text)]
     assert not found, "\n".join(found)
+
+
+OF_TORCH = ("Gloo connectFullMesh", "Unable to find address", "DataLoader worker")
+"""Beginnings of messages of torch that docs/how-to/troubleshooting.md quotes."""
+
+
+def test_messages_that_troubleshooting_quotes_exist() -> None:
+    sources = [path for top in ("mirrored", "towers") for path in (ROOT / top).rglob("*.py")]
+    messages = "\n".join(" ".join(text.split()) for path in sources for _, text in messages_of(path))
+    quotes = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quotes) > 30
+    for quote in quotes:
+        text = re.sub(r"^\w+Error: ", "", quote)
+        values = r"…|the chief \(worker 0\)|MirroredStrategy|\b[A-Z]+\b(?::[A-Z]+)?|\d+"
+        parts = re.split(values, text)
+        words = [part.strip(" ,;:()") for part in parts]
+        if not text.startswith(OF_TORCH):
+            assert all(part in messages for part in words if len(part.split()) > 2), quote
