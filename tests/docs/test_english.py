@@ -99,7 +99,7 @@ def test_messages_that_troubleshooting_quotes_exist() -> None:
     assert len(quotes) > 30
     for quote in quotes:
         text = re.sub(r"^\w+Error: ", "", quote)
-        values = r"…|the chief \(worker 0\)|MirroredStrategy|\b[A-Z]+\b(?::[A-Z]+)?|\d+"
+        values = r"…|the chief \(worker 0\)|MirroredStrategy|nan|\b[A-Z]+\b(?::[A-Z]+)?|\d+"
         parts = re.split(values, text)
         words = [part.strip(" ,;:()") for part in parts]
         if not text.startswith(OF_TORCH):
