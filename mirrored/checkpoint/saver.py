@@ -187,7 +187,7 @@ class Saver:
             "step": step,
             "towers": self._comm.size,
             "virtual_towers": self._strategy.virtual_towers,
-            "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.version.__version__,
