@@ -1,4 +1,4 @@
-"""Train one PyTorch model on many devices, with the losses, gradients and weights that one device would have.
+"""Trains one PyTorch model on many devices, with the losses, gradients and weights of one device.
 
 Each name is imported when it is first used, so that ``import mirrored`` and ``mirrored --help`` do not load torch.
 """
@@ -99,12 +99,12 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 __all__ = sorted(_MODULE_OF)
 
-_MODULE_OF |= {  # not by "import *", since Ray may not be installed
+_MODULE_OF |= {  # excluded from "import *", because Ray may not be installed
     "ClusterCoordinator": "mirrored.parameter_server.coordinator",
     "ParameterServerStrategy": "mirrored.parameter_server.strategy",
 }
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name):
         if name not in _MODULE_OF:
@@ -115,4 +115,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
         return [*__all__, "__version__"]
 
 
-sys.meta_path.append(foreign_names)  # asked last, for modules that are nowhere
+sys.meta_path.append(foreign_names)  # searched last, for modules that no other finder finds

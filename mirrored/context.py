@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class ActiveEngine(Protocol):
-    """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies know."""
+    """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies use."""
 
     averager: GradientReducer
 
@@ -36,7 +36,7 @@ class ActiveEngine(Protocol):
 
 
 class ActiveStrategy(Protocol):
-    """The part of a strategy, always a :class:`mirrored.Strategy`, that the layers below strategies know."""
+    """The part of a strategy, always a :class:`mirrored.Strategy`, that the layers below strategies use."""
 
     topology: Topology
     communicator: Communicator
@@ -66,17 +66,17 @@ class ActiveStrategy(Protocol):
 
 
 class ReplicaContext:
-    """The replica that runs code inside ``strategy.run``: its place among the towers, and its collectives.
+    """The replica that runs code inside ``strategy.run``: its position among the towers, and its collectives.
 
     Attributes:
         strategy: the strategy that runs this code.
         replica_id_in_sync_group: this tower's index.
-        num_replicas_in_sync: how many towers train together.
+        num_replicas_in_sync: the number of towers that train together.
         device: this tower's device.
-        arguments: what ``run`` was given for the function that it calls.
+        arguments: the arguments of the function that ``run`` calls, as ``run`` received them.
 
-    ``all_reduce`` and ``all_gather`` must be called by all towers, in the same order, and so must the
-    backward through them.
+    All towers must call ``all_reduce`` and ``all_gather`` in the same order, and must run the same backward passes
+    through them.
     """
 
     __slots__ = ("arguments", "device", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
@@ -90,32 +90,32 @@ class ReplicaContext:
 
     @instead_of(reduce_op='all_reduce("sum", value)', options="leave it out")
     def all_reduce(self, op: str | ReduceOp, value: Any) -> Any:
-        """Reduce a nested value over all towers; differentiable for "sum" and "mean".
+        """Reduces a nested value over all towers. It is differentiable for "sum" and "mean".
 
         Args:
             op: "sum", "mean", "min", "max", "prod" or :class:`ReduceOp`.
-            value: nested tensors or numbers of one shape and dtype on all towers.
+            value: nested tensors or numbers, with the same shapes and dtypes on all towers.
 
         Returns:
-            The structure of ``value``, equal on all towers. The gradient of an all-sum is the all-sum of the
-            gradients, of an all-mean their all-mean.
+            The structure of ``value``, equal on all towers. The gradient of an all-sum is the all-sum of the gradients,
+            and the gradient of an all-mean is their all-mean.
 
         Raises:
-            DisagreementError: towers passed different things; raised on all of them.
+            DisagreementError: on all towers: the towers' values or operations do not match.
             RuntimeError: min, max or prod of a tensor that requires a gradient.
         """
         return differentiable.all_reduce(self.strategy.communicator, operation_name(op), value)
 
     @instead_of(options="leave it out")
     def all_gather(self, value: Any, axis: int = 0) -> Any:
-        """Concatenate every tower's value along ``axis``, in tower order; differentiable.
+        """Concatenates every tower's value along ``axis``, in tower order. It is differentiable.
 
         Args:
-            value: nested tensors; only the size along ``axis`` may differ between towers.
-            axis: dimension, negative from the end.
+            value: nested tensors. Only the size along ``axis`` may differ between towers.
+            axis: the dimension; negative numbers count from the end.
 
         Raises:
-            DisagreementError, ValueError: on all towers alike.
+            DisagreementError, ValueError: on all towers.
         """
         return differentiable.all_gather(self.strategy.communicator, value, axis)
 
@@ -123,30 +123,31 @@ class ReplicaContext:
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: all towers draw the same random numbers."""
+        """Calls ``fn(strategy, *args, **kwargs)`` in cross-replica context: all towers draw the same random numbers."""
         with frame(self.strategy, None), self.strategy.streams.outside():
             return fn(self.strategy, *args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One level of the current context: a strategy, and its replica context when inside ``run``."""
+    """One level of the current context: a strategy, and its replica context inside ``run``."""
 
     strategy: ActiveStrategy
     replica: ReplicaContext | None
 
 
 _current: Frame | None = None
-"""One for the process, not one per thread: autograd recomputes checkpoints in threads of its own."""
+"""The innermost frame of the process. It is not per thread, because autograd recomputes checkpoints in its own threads.
+"""
 
 _newest_with_towers: weakref.ref[ActiveStrategy] | None = None
 
 _make_default: Callable[[], ActiveStrategy]
-"""Returns the strategy outside of all scopes; :mod:`mirrored.strategy.kinds` sets it."""
+"""Returns the strategy outside all scopes; :mod:`mirrored.strategy.kinds` sets it."""
 
 
 class frame:
-    """Makes a strategy's context the current one."""
+    """A context manager that makes a strategy's context the current one."""
 
     __slots__ = ("_frame", "_outer")
 
@@ -163,57 +164,57 @@ class frame:
 
 
 def current_frame() -> Frame | None:
-    """The innermost scope or run that this code is in."""
+    """Returns the innermost scope or run that this code is in."""
     return _current
 
 
 def current_replica() -> ReplicaContext | None:
-    """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
+    """Returns the replica context of the ``run`` that this code is in. None in a scope and outside both."""
     return _current.replica if _current is not None else None
 
 
 def current_strategy() -> ActiveStrategy | None:
-    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
+    """Returns the strategy whose scope or run this code is in, otherwise an existing strategy of several towers."""
     return _current.strategy if _current is not None else strategy_with_towers()
 
 
 def note_towers_of(strategy: ActiveStrategy) -> None:
-    """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
+    """Records that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
     global _newest_with_towers
     _newest_with_towers = weakref.ref(strategy)
 
 
 def strategy_with_towers() -> ActiveStrategy | None:
-    """A living strategy of several towers, whether or not this code is in its scope."""
+    """Returns the newest strategy of several towers, if it still exists, whether or not this code is in its scope."""
     return _newest_with_towers() if _newest_with_towers is not None else None
 
 
 def set_default_strategy(make: Callable[[], ActiveStrategy]) -> None:
-    """Outside of all scopes and runs, the strategy is what ``make()`` returns: always the same one."""
+    """Sets the function that returns the strategy outside all scopes and runs. It always returns the same strategy."""
     global _make_default
     _make_default = make
 
 
 def has_strategy() -> bool:
-    """Whether this code is in a strategy's scope or run."""
+    """Returns whether this code is in a strategy's scope or run."""
     return current_frame() is not None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The current replica context: inside ``run`` its own, in a scope None, else the default strategy's."""
+    """Returns the replica context of the current ``run``. In a scope: None. Outside both: the default strategy's."""
     return _current.replica if _current is not None else ReplicaContext(_make_default())
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is in a scope but not in a replica (as in TensorFlow, false outside every scope)."""
+    """Returns whether this code is in a scope but not in a replica. Outside every scope: False, as in TensorFlow."""
     return _current is not None and _current.replica is None
 
 
 def require_replica_context(caller: str) -> ReplicaContext:
-    """The current replica context, for functions whose result depends on the number of towers.
+    """Returns the current replica context, for functions whose result depends on the number of towers.
 
     Raises:
-        RuntimeError: not inside ``run`` although a strategy with several towers exists.
+        RuntimeError: called outside ``run`` although a strategy with several towers exists.
     """
     replica = get_replica_context()
     if replica is None or (current_frame() is None and strategy_with_towers() is not None):

@@ -1,10 +1,10 @@
-"""The moments of a training, and what is called at each: the engine's features, profiler ranges, monitors.
+"""The moments of a training, and the listeners at each: the engine's features, profiler ranges, monitors.
 
-[Note: listeners change nothing] Any number of listeners may be added to a moment, and none of them knows of another.
-They are called in the order in which they were added: those of the strategy first, then the engine's features in the
-order of ``Engine.__init__``, then the script's; in a run on a stand-in one more of the engine's, which puts running
-statistics back. What one raises ends the step. What replaces something in a script is no listener but the interceptor
-(:mod:`mirrored.interceptor`).
+[Note: listeners change nothing] Any number of listeners may be added to a moment. They do not depend on each other.
+They are called in the order in which they were added: first the strategy's, then the engine's features in the order of
+``Engine.__init__``, then the script's. A run on a stand-in adds one more listener of the engine, which restores running
+statistics. An exception in a listener ends the step. Code that replaces something in a script is not a listener, but
+belongs in the interceptor (:mod:`mirrored.interceptor`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from towers.system.profiling import range_
 
 
 class Moment(list[Callable[..., object]]):
-    """The listeners of one moment; a call tells all of them, in their order.
+    """The listeners of one moment. A call of the moment calls all listeners in order.
 
-    A listener that is added or removed by another one is so from the next call on.
+    A listener that another listener adds or removes takes effect from the next call.
     """
 
     def __call__(self, *what: Any) -> None:
@@ -29,25 +29,28 @@ class Moment(list[Callable[..., object]]):
 
 
 class Events:
-    """The listeners of one strategy, by moment. A training goes through the moments in this order.
+    """The listeners of one strategy, by moment. A training passes the moments in this order.
 
-    At one tower ``recorded``, ``mirrored``, ``before_step``, ``after_step`` and the phases of backward, averaging and
-    the optimizer are missing, but for those that virtual towers, local steps or watched gradients need.
+    On one tower, ``recorded``, ``mirrored``, ``before_step``, ``after_step`` and the phases of backward, averaging and
+    the optimizer do not occur, except those that virtual towers, local steps, watched gradients or central storage on
+    an accelerator need.
 
     Attributes:
-        recorded: ``()``: what a scope has recorded and is not mirrored yet has changed; again just before ``mirrored``.
-        loaded: ``(local, total)``: a batch is there, with so many examples on this tower and on all towers.
-        begin_run: ``(fn)`` is about to be called by ``strategy.run``.
-        mirrored: ``(parameters)`` are mirrored from now on, the same ones in the same order on all towers. It comes
-            within ``begin_run``; for a lazy module, in its first forward.
-        phase: ``(name)``, one of :mod:`towers.health.status` or the script's own; "" is the script's own code. No
-            :class:`Moment` but the plain list ``health.followers``, whose listeners ``Health.enter`` calls.
+        recorded: ``()``: the modules that a scope has recorded, and that are not yet mirrored, have changed. It also
+            occurs just before ``mirrored``.
+        loaded: ``(local, total)``: a batch is loaded, with these numbers of examples on this tower and on all towers.
+        begin_run: ``(fn)``: ``strategy.run`` is about to call ``fn``.
+        mirrored: ``(parameters)`` are mirrored from now on. They are the same, in the same order, on all towers. It
+            occurs within ``begin_run``; for a lazy module, in its first forward.
+        phase: ``(name)``, one of :mod:`towers.health.status` or the script's own; "" is the script's own code. It is
+            not a :class:`Moment`, but the plain list ``health.followers``, whose listeners ``Health.enter`` calls.
         before_step: ``(optimizer)`` of mirrored parameters is about to step.
-        after_step: ``(optimizer)`` has stepped; inside ``run`` also one of parameters that no scope mirrored.
+        after_step: ``(optimizer)`` has stepped. Inside ``run``, this includes optimizers of parameters that no scope
+            mirrored.
         end_run: ``()``: the function has returned.
-        failed: ``(error)``: the function, or what came before it, has ended in an exception.
-        saved: ``(name)``: a checkpoint of this name has been taken; it may still be on its way to the disk.
-        check: ``(call)``: see now that all towers hold the same, for what a person would say is being done.
+        failed: ``(error)``: the function, or the code before it, has raised an exception.
+        saved: ``(name)``: a checkpoint of this name was taken. It may not be on disk yet.
+        check: ``(call)``: all towers must be compared now. ``call`` describes the operation in progress in messages.
     """
 
     def __init__(self, health: Health) -> None:
@@ -59,8 +62,8 @@ class Events:
 
 
 def show_in_traces(events: Events) -> None:
-    """Let runs and optimizers' steps be ranges in the trace of a running profiler."""
-    runs: list[AbstractContextManager[Any]] = []  # one within the other
+    """Makes runs and optimizers' steps ranges in the trace of a running profiler."""
+    runs: list[AbstractContextManager[Any]] = []  # nested
     step = ExitStack()
 
     def begin_run(fn: Callable[..., Any]) -> None:
@@ -68,11 +71,11 @@ def show_in_traces(events: Events) -> None:
         runs[-1].__enter__()
 
     def end_run(*_: Any) -> None:
-        if runs:  # else the run was interrupted before it began
+        if runs:  # otherwise, the run was interrupted before it started
             runs.pop().__exit__(None, None, None)
 
     def begin_step(optimizer: Any) -> None:
-        step.close()  # of a step that raised, or within which another optimizer steps
+        step.close()  # the range of a step that raised, or within which another optimizer steps
         step.enter_context(range_("mirrored::optimizer-step"))
 
     events.begin_run.append(begin_run)

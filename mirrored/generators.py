@@ -1,16 +1,16 @@
 """The states of the global random generators: Python's, NumPy's, torch's CPU generator and an accelerator's.
 
-``take`` and ``put`` are for this process and need microseconds; ``state``, and ``read``, whose result ``put`` takes
-too, are for files and other processes.
+``take`` and ``put`` are for this process and take microseconds. ``state`` and ``read`` are for files and other
+processes. ``put`` also accepts a result of ``read``.
 
-[Note: NumPy's generator] ``np.random.get_state`` and ``set_state`` need 33 and 35 µs, because they copy 624 words one
-by one through Python objects; a run of a strategy would call both at its beginning and at its end, and take 170 µs in
-place of 33. ``np.random.set_bit_generator`` needs 0.3 µs, but drops the second normal number of a pair, which NumPy
-keeps in another place. The words of an MT19937 are plain memory whose address NumPy publishes
-(``BitGenerator.ctypes.state_address``); copying it needs 0.2 µs. ``RandomState.get_state`` and ``set_state`` read and
-set that number after they have asked ``_bit_generator`` for the words, so a stand-in at that name leaves the slow part
-out. For other bit generators, and if the memory does not hold the state that NumPy reports, NumPy's own functions do
-all.
+[Note: NumPy's generator] ``np.random.get_state`` and ``set_state`` take 33 and 35 µs, because they copy 624 words one
+by one through Python objects. A run of a strategy would call both at its start and at its end, which takes 170 µs
+instead of 33. ``np.random.set_bit_generator`` takes 0.3 µs, but drops the second normal number of a pair, which NumPy
+stores separately. The words of an MT19937 are plain memory whose address NumPy publishes
+(``BitGenerator.ctypes.state_address``). Copying it takes 0.2 µs. ``RandomState.get_state`` and ``set_state`` read and
+set the normal number after they have requested the words from ``_bit_generator``. A substitute object under that name
+therefore skips the slow part. NumPy's own functions do everything for other bit generators, and if the memory does not
+contain the state that NumPy reports.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _NumPyPlace(NamedTuple):
     """The state of NumPy's generator.
 
     Attributes:
-        bits: its bit generator; a script may set another one. None: whichever there is.
-        words: the memory of the bit generator's state, or None where it cannot be used.
-        rest: what the state holds beside the words; all of it, as NumPy takes it, where ``words`` is None.
+        bits: its bit generator, which a script may replace. None: the current one.
+        words: the memory of the bit generator's state, or None if it cannot be used.
+        rest: the state without the words; if ``words`` is None, the whole state in NumPy's form.
     """
 
     bits: Any
@@ -51,8 +51,8 @@ class Place(NamedTuple):
     """The states of all generators.
 
     Attributes:
-        device: the state of the accelerator's generator; None on a CPU, while a CUDA graph is captured, and where
-            there is none to set.
+        device: the state of the accelerator's generator. None on a CPU, while a CUDA graph is captured, and if there is
+            none to set.
     """
 
     python: Any
@@ -62,13 +62,13 @@ class Place(NamedTuple):
 
 
 def take(device: torch.device) -> Place:
-    """The states of the generators now: those of the CPU and, if ``device`` is none, its own."""
+    """Returns the current states of the generators: those of the CPU and, if ``device`` is an accelerator, its own."""
     device_state = accelerator.get_rng_state(device) if _can_use(device) else None
     return Place(random.getstate(), _take_numpy(), torch.default_generator.get_state(), device_state)
 
 
 def put(place: Place, device: torch.device) -> None:
-    """Let the generators go on where :func:`take` has found them, or where they stood that :func:`read` has read."""
+    """Sets the generators to a result of :func:`take` or :func:`read`."""
     random.setstate(place.python)
     _put_numpy(place.numpy)
     torch.default_generator.set_state(place.cpu)
@@ -77,13 +77,13 @@ def put(place: Place, device: torch.device) -> None:
 
 
 def _can_use(device: torch.device) -> bool:
-    # A captured graph draws what the generator's state is when the graph is replayed; torch refuses to touch it before.
+    # A captured graph uses the generator's state at the time of the replay. torch refuses access during the capture.
     return device.type != "cpu" and not cuda.is_capturing(device)
 
 
 @functools.lru_cache(maxsize=2)
 def _memory(bits: Any) -> memoryview | None:
-    """The memory of a bit generator's state; None where it is not 624 words and a position."""
+    """Returns the memory of a bit generator's state, or None if it is not 624 words and a position."""
     if type(bits) is not np.random.MT19937:
         return None
     memory = (ctypes.c_uint32 * (_WORDS + 1)).from_address(bits.ctypes.state_address)
@@ -121,7 +121,7 @@ def _put_numpy(place: _NumPyPlace) -> None:
 
 
 def state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and an accelerator: numbers, texts and tensors."""
+    """Returns the states of the generators of Python, NumPy, torch and an accelerator: numbers, strings and tensors."""
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
     return {
@@ -133,13 +133,13 @@ def state(device: torch.device) -> dict[str, Any]:
 
 
 def read(state: Mapping[str, Any], device: torch.device) -> Place:
-    """A result of :func:`state`, if every field of it is one that a generator can have; lists do for tensors.
+    """Returns the states in a result of :func:`state`, if every field of it is valid. Lists may replace tensors.
 
-    The libraries believe positions that they are given, and read memory of others with them. The state of an
-    accelerator is left out on another kind.
+    The libraries do not check positions, and would read foreign memory with wrong ones. The state of an accelerator is
+    ignored on another kind of device.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError, OverflowError: it is no such state.
+        ValueError, TypeError, KeyError, RuntimeError, OverflowError: ``state`` is not such a state.
     """
     version, internal, gauss = state["python"]
     kind, key, position, has_gauss, numpy_gauss = state["numpy"]
@@ -170,7 +170,7 @@ def _check(fits: bool, otherwise: str) -> None:
 
 
 def _whole_numbers(value: Any, count: int, limit: int) -> list[int]:
-    """The numbers, if they are ``count`` whole ones from 0 and below ``limit``."""
+    """Returns the numbers, if they are ``count`` whole numbers from 0 and below ``limit``."""
     numbers = torch.as_tensor(value, device="cpu")
     whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
     _check(whole and numbers.shape == (count,), f"{count} whole numbers are {numbers.dtype} of {tuple(numbers.shape)}")
@@ -184,11 +184,12 @@ def _bytes(value: Any, like: Tensor) -> Tensor:
 
 
 def _check_torch(state: bytes) -> None:
-    """See that the next word of torch's generator is one of its 624: it checks less (``CPUGeneratorImpl::set_state``).
+    """Checks that the next word of torch's generator is one of its 624. ``CPUGeneratorImpl::set_state`` checks less.
 
-    [Note: torch's generator] Its bytes are a seed, how many words are left before all are made anew, whether it was
-    seeded, the next word, 624 words, and two normal numbers with their flags. Word k is the next where 625 - k are
-    left; where it was just seeded, word 0 and 1. A version whose own generator does not fit this decides for itself.
+    [Note: torch's generator] Its bytes are a seed, the number of words left before all are generated again, whether it
+    was seeded, the next word, 624 words, and two normal numbers with their flags. Word k is next if 625 - k words are
+    left; just after seeding, word 0 is next and 1 is left. If the installed torch's own generator does not have this
+    form, the check is skipped.
     """
     if len(state) == _TORCH_BYTES and _stands_well(bytes(torch.default_generator.get_state().numpy())):
         _check(_stands_well(state), "torch's position, or one of its flags, is none")

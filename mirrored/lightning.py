@@ -8,11 +8,11 @@
     trainer = L.Trainer(strategy=MirroredLightningStrategy(), max_epochs=5)
     trainer.fit(Model(), DataLoader(examples, batch_size=64, shuffle=True))  # the global batch size
 
-``docs/how-to/lightning.md`` says what is the same as on one device and what is not.
+``docs/how-to/lightning.md`` lists the differences from one device.
 
 [Note: a step of Lightning is two runs] Lightning calls the module's step, then backward, then the optimizer, and hooks
-of callbacks between them. The step and backward are a ``run`` each; hooks and the optimizer draw the random numbers
-that are equal on all towers. In manual optimization the step calls backward itself, within its own run.
+of callbacks between them. The step and backward are one ``run`` each. Hooks and the optimizer draw the random numbers
+that are equal on all towers. In manual optimization, the step calls backward itself, within its own run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mirrored.verification.loss_graph import terms_of
 from towers.collectives.agreement import announce
 
 try:
-    if "pytorch_lightning" in sys.modules:  # the same library by its older name, with classes of its own
+    if "pytorch_lightning" in sys.modules:  # the same library under its older name, with separate classes
         from pytorch_lightning.strategies import ParallelStrategy
         from pytorch_lightning.utilities import rank_zero_only
     else:
@@ -48,16 +48,17 @@ except ModuleNotFoundError as error:
 
 
 class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
-    """Trains a ``LightningModule`` on all towers, which are started as every other script's.
+    """Trains a ``LightningModule`` on all towers, which start as in every other script.
 
-    A ``DataLoader``'s batch size is the global one: each tower gets its share of the batch. The loss of a share weighs
-    as much as its examples, so a step that returns a mean over examples has the gradient of the global batch.
+    A ``DataLoader``'s batch size is the global one: each tower receives its share of the batch. The loss of a share is
+    weighted by its number of examples. A step that returns a mean over examples therefore has the gradient of the
+    global batch.
 
     Args:
         towers: the strategy that trains; default ``MultiWorkerMirroredStrategy(**options)``.
-        mean_loss: whether ``training_step`` returns a mean over the examples of its batch. False: what it returns is
-            this tower's share of the loss already, as :func:`mirrored.compute_average_loss` returns it.
-        options: those of :class:`mirrored.MultiWorkerMirroredStrategy`, such as ``devices``, ``seed``,
+        mean_loss: whether ``training_step`` returns a mean over the examples of its batch. False: it returns this
+            tower's share of the loss, as :func:`mirrored.compute_average_loss` does.
+        options: options of :class:`mirrored.MultiWorkerMirroredStrategy`, such as ``devices``, ``seed``,
             ``shard_optimizer``.
 
     Attributes:
@@ -65,7 +66,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
     Raises:
         TypeError: both ``towers`` and ``options``.
-        ValueError: ``virtual_towers``, whose parts Lightning's steps know nothing of.
+        ValueError: ``virtual_towers``, because Lightning's steps do not support their parts.
     """
 
     strategy_name = "mirrored"
@@ -82,7 +83,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self._looked_at_loss = False
         self._weights = {1.0}
 
-    # -- the place of this tower -------------------------------------------------------------------------
+    # -- the position of this tower ----------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -106,7 +107,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ``self.log(…, sync_dist=True)`` has anything to do."""
+        """Whether ``self.log(…, sync_dist=True)`` has an effect."""
         return self.world_size > 1
 
     @property
@@ -117,7 +118,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def connect(self, model: Any) -> None:
         super().connect(model)
-        # Lightning would give each loader a DistributedSampler, and only then show it to process_dataloader.
+        # Otherwise, Lightning adds a DistributedSampler to each loader before it calls process_dataloader.
         model.trainer._accelerator_connector.use_distributed_sampler = False
 
     def model_to_device(self) -> None:
@@ -125,11 +126,11 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self.towers.mirror(model, sync_batch_norm=self._layer_sync is not None)
-        self.towers.engine.mirror_pending()  # the first step of an optimizer begins before the first run
+        self.towers.engine.mirror_pending()  # the first step of an optimizer starts before the first run
         return model
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The distributed dataset that a ``DataLoader`` becomes, which follows the epochs of the ``Trainer``.
+        """Returns the distributed dataset of a ``DataLoader``, which follows the epochs of the ``Trainer``.
 
         Raises:
             TypeError: with several towers, data of another kind.
@@ -153,7 +154,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         step, health = super().training_step, self.towers.health
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            health.train()  # though backward comes in a run of its own
+            health.train()  # although backward is in its own, later run
             return step(*args, **kwargs)
 
         health.count(self.lightning_module.trainer.global_step)
@@ -172,14 +173,14 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         shares = [share for share in self.towers.known_shares.at_hand((args, kwargs)) if share.total]
         self._weights = {self.world_size * share.local / share.total for share in shares} or {1.0}
         if shares and (results := self.lightning_module.trainer._results) is not None:
-            results.batch_size = shares[0].local  # what self.log weighs by; Lightning would count a stand-in
+            results.batch_size = shares[0].local  # the weight of self.log; Lightning would count a stand-in
         return self.towers.run(step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Average the gradients of all towers' losses, each of which weighs as much as its examples.
+        """Averages the gradients of all towers' losses, weighted by their numbers of examples.
 
         Raises:
-            ValueError: the loss is a share of the global mean already, or its weight is not known.
+            ValueError: the loss is already a share of the global mean, or its weight is unknown.
         """
         if self._mean_loss and self.world_size > 1:
             if not self._looked_at_loss and any(term.share for term in terms_of(closure_loss)):
@@ -197,7 +198,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         return self.towers.run(call, (closure_loss, optimizer, *args), kwargs)
 
     def _weight(self) -> float:
-        """The weight of a mean over this tower's share, so that the mean over towers is one over the global batch.
+        """Returns the weight with which means over the towers' shares average to the mean over the global batch.
 
         Raises:
             ValueError: the step has several batches, of which this tower has different fractions.
@@ -221,7 +222,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self.towers.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Tower ``src``'s value: texts, numbers, None, paths (which become texts), lists and dicts of these.
+        """Returns tower ``src``'s value: strings, numbers, None, paths (as strings), lists and dicts of these.
 
         Raises:
             TypeError: a value of another kind.
@@ -232,7 +233,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         return json.loads(announce(self.towers.communicator, "broadcast of a Trainer", text)[src])
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A tensor reduced over all towers. A mean within a step is one over the examples of the global batch.
+        """Returns a tensor reduced over all towers. Within a step, a mean is over the examples of the global batch.
 
         Raises:
             ValueError: ``group`` is not that of all towers.
@@ -242,11 +243,11 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         if not isinstance(tensor, Tensor) or self.world_size == 1:
             return tensor
         if operation == "mean" and current_replica() is not None and (weight := self._weight()) != 1:
-            tensor = tensor * weight if weight else torch.zeros_like(tensor)  # also of NaN
+            tensor = tensor * weight if weight else torch.zeros_like(tensor)  # zero even if NaN
         return self.towers.reduce(operation, tensor)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all towers, stacked: shape ``(towers, *tensor.shape)``; at one tower ``tensor`` itself."""
+        """Returns all towers' tensors, stacked: shape ``(towers, *tensor.shape)``. On one tower: ``tensor`` itself."""
         _check_group(group)
         if self.world_size == 1:
             return tensor
@@ -255,7 +256,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         return gather(tensor.unsqueeze(0))
 
     def teardown(self) -> None:
-        """As of one device: the variables of the launcher stay. So does optimizers' state, which may be sharded."""
+        """Cleans up as for one device. The launcher's variables stay, and so does the (sharded) state of optimizers."""
         optimizers = self.optimizers
         self._optimizers: list[Any] = []
         super(ParallelStrategy, self).teardown()
@@ -263,10 +264,10 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
 
 class _Epochs:
-    """In the place of a sampler: the ``Trainer`` tells it which epoch begins.
+    """Replaces a sampler, so that the ``Trainer`` can set the epoch of a distributed dataset.
 
-    A distributed dataset counts its epochs itself; a new one, in a run that was resumed at the end of an epoch, begins
-    at the first.
+    A distributed dataset counts its epochs itself. A new one, in a run that resumes at the end of an epoch, starts at
+    the first epoch.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:

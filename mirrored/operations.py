@@ -8,7 +8,7 @@ from towers.collectives.values import OPERATIONS
 
 
 class ReduceOp(enum.Enum):
-    """The ways in which values of several towers become one."""
+    """The operations that combine the values of several towers."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -21,11 +21,11 @@ _ALIASES = {"avg": "mean", "product": "prod"}
 
 
 def operation_name(op: object) -> str:
-    """The name of an operation given as text in any case, as :class:`ReduceOp`, or as torch's or TF's own.
+    """Returns the name of an operation given as a string in any case, as :class:`ReduceOp`, or as torch's or TF's own.
 
     Raises:
         ValueError: there is no such operation.
-        TypeError: it is another value.
+        TypeError: the argument is not an operation.
     """
     if not isinstance(getattr(op, "name", op), str):
         raise TypeError(

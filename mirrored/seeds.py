@@ -1,13 +1,13 @@
-"""Random numbers: one seed for everything, and streams that do not disturb each other.
+"""Random numbers: one seed for everything, and streams that do not affect each other.
 
-[Note: two streams] A tower draws from one stream outside ``run``, which is equal on all towers, and from another one
-inside, which is its own. With a single stream, a ``random_split`` after the first ``run`` would be another one on every
-tower, and training examples would leak into validation without a word. Without a seed the stream outside is tower 0's,
-and the streams inside depend on its seed. In ``merge_call`` numbers come from the stream outside. With virtual towers
-the stream inside begins equal on all towers, but is another one all the same: noise for the share's examples moves it
-differently on each tower. One tower with a seed has both, so that what is drawn outside does not depend on the number
-of towers. ``run`` changes the generators at its beginning and its end, in 33 µs together ([Note: NumPy's generator] in
-:mod:`mirrored.generators`).
+[Note: two streams] A tower draws from one stream outside ``run``, which is equal on all towers, and from another stream
+inside, which is its own. With a single stream, a ``random_split`` after the first ``run`` would differ between towers,
+and training examples would silently leak into validation. Without a seed, the stream outside is tower 0's, and the
+streams inside depend on its seed. In ``merge_call``, numbers are drawn from the stream outside. With virtual towers,
+the stream inside starts equal on all towers. It is a separate stream nevertheless, because noise for the share's
+examples advances it differently on each tower. One tower with a seed has both streams, so that draws outside do not
+depend on the number of towers. ``run`` switches the generators at its start and at its end, in 33 µs together ([Note:
+NumPy's generator] in :mod:`mirrored.generators`).
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _CPU = torch.device("cpu")
 
 
 def mix(*parts: object) -> int:
-    """A seed of 63 bits made from several values; equal on all machines and in all runs."""
+    """Returns a seed of 63 bits made from several values, equal on all machines and in all runs."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (those of all devices)."""
+    """Seeds Python's, NumPy's and torch's generators (those of all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generator, as data loading uses them."""
+    """Seeds Python's, NumPy's and torch's CPU generator, which data loading uses."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 
 def seed_on(device: torch.device, seed: int) -> None:
-    """Seed the generator of ``device``, too, beside those that :func:`seed_cpu` seeds.
+    """Seeds the generator of ``device`` in addition to those of :func:`seed_cpu`.
 
-    ``torch.manual_seed`` would note a stack trace for each kind of device that has not been used yet (0.6 ms).
+    ``torch.manual_seed`` would record a stack trace for each kind of device that has not been used yet (0.6 ms).
     """
     seed_cpu(seed)
     if device.type != "cpu":
@@ -60,7 +60,7 @@ def seed_on(device: torch.device, seed: int) -> None:
 
 
 def follow_chief(comm: Communicator) -> None:
-    """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
+    """Sets all towers' generators to the state of tower 0's, so that all towers draw the same numbers."""
     state = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
     chief = comm.all_gather_bytes(state.encode())[0]
     if comm.index > 0:
@@ -68,18 +68,19 @@ def follow_chief(comm: Communicator) -> None:
 
 
 class TowerStreams:
-    """The random numbers of one tower of a strategy: one stream outside of ``run`` and another one inside.
+    """The random numbers of one tower of a strategy: one stream outside ``run`` and another one inside.
 
-    See [Note: two streams]. The stream outside is equal on all towers at every time, because nothing that ``run`` draws
-    disturbs it: towers split data, make models and choose examples alike. The stream inside is each tower's own.
+    See [Note: two streams]. The stream outside is equal on all towers at every time, because draws inside ``run`` do
+    not affect it: towers split data, create models and choose examples identically. The stream inside is each tower's
+    own.
 
-    One tower without a seed has one stream, and nothing to do.
+    One tower without a seed has one stream, which is never switched.
 
     Args:
         comm: the towers.
-        seed: seeds everything; None leaves tower 0's generators as they are, and gives the others their state.
+        seed: seeds everything. None leaves tower 0's generators unchanged, and gives the others their state.
         virtual: whether there are virtual towers.
-        compared: whether this run is compared with one of another number of towers.
+        compared: whether this run is compared with one on another number of towers.
     """
 
     def __init__(self, comm: Communicator, seed: int | None, *, virtual: bool, compared: bool = False) -> None:
@@ -90,9 +91,9 @@ class TowerStreams:
         self._restored: int | None = None
         self._two = comm.size > 1 or seed is not None or virtual or compared
         self._inside = False
-        self._other: generators.Place | None = None  # where the stream stands that is not in use; None: not begun
+        self._other: generators.Place | None = None  # the state of the unused stream; None: it has not started
         self._key: tuple[object, ...] = ()
-        self._seed_outside = 0  # of the stream outside, while the one inside is in use
+        self._seed_outside = 0  # the seed of the stream outside, while the one inside is in use
         if seed is not None:
             seed_all(seed)
         elif comm.size > 1:
@@ -100,7 +101,7 @@ class TowerStreams:
 
     @property
     def seed(self) -> int:
-        """The seed that a run began with, also where none was given: streams that are named by a key depend on it."""
+        """The seed with which a run started, even if none was given. Streams that are named by a key depend on it."""
         if self._restored is not None:
             return self._restored
         if self._seed is not None:
@@ -112,39 +113,39 @@ class TowerStreams:
         self._restored = value
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
-        """The context of ``run``: numbers come from the stream inside."""
+        """Returns the context of ``run``: numbers are drawn from the stream inside."""
         return _In(self, True) if self._two else _UNCHANGED
 
     def outside(self) -> contextlib.AbstractContextManager[None]:
-        """The context of code within ``run`` that is to draw alike on all towers."""
+        """Returns the context of code within ``run`` that must draw identically on all towers."""
         return _In(self, False) if self._two else _UNCHANGED
 
     def switch(self, inside: bool) -> bool:
-        """Let numbers come from one of the two streams; returns whether they came from the stream inside before."""
+        """Switches to one of the two streams, and returns whether numbers were drawn from the stream inside before."""
         before = self._inside
         if before is not inside:
             current, other = generators.take(self._device), self._other
             if inside:
                 self._seed_outside = torch.initial_seed()
-            if other is None:  # it is the one inside, which begins
+            if other is None:  # the stream inside, which starts here
                 base = self._seed if self._seed is not None else self._seed_outside
                 seed_on(self._device, mix(base, *self._key, *self._name))
             else:
                 generators.put(other, self._device)
-                if current.device is None:  # while a graph is captured, both stay where they are
+                if current.device is None:  # while a graph is captured, both keep their state
                     current = current._replace(device=other.device)
             self._other, self._inside = current, inside
         return before
 
     def restart(self, key: object) -> None:
-        """Begin this tower's stream anew from seed, ``key`` and the tower's index; with virtual towers it goes on."""
+        """Restarts this tower's stream from seed, ``key`` and the tower's index. With virtual towers: does nothing."""
         if not self._virtual:
             before = self.switch(False)
             self._other, self._key = None, (key,)
             self.switch(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this tower's streams; None for the one inside if there was no run."""
+        """Returns the states of this tower's streams. The stream inside is None if there was no run."""
         before = self.switch(False)
         state: dict[str, Any] = {"outside": generators.state(self._device), "inside": None}
         if self._other is not None:
@@ -154,10 +155,11 @@ class TowerStreams:
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, on this tower.
+        """Continues from the state of :meth:`state_dict`, on this tower.
 
         Raises:
-            ValueError, TypeError, KeyError, RuntimeError, OverflowError: it is no such state; nothing has changed.
+            ValueError, TypeError, KeyError, RuntimeError, OverflowError: ``saved`` is not such a state. Nothing has
+                changed.
         """
         outside = generators.read(saved["outside"], self._device)
         inside = generators.read(saved["inside"], self._device) if saved["inside"] is not None else None
@@ -174,7 +176,7 @@ class TowerStreams:
 
 
 class _In:
-    """The context in which numbers come from one of a tower's two streams."""
+    """The context in which numbers are drawn from one of a tower's two streams."""
 
     __slots__ = ("_before", "_inside", "_streams")
 
@@ -193,10 +195,10 @@ _UNCHANGED = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device = _CPU) -> Iterator[None]:
-    """A context in which generators may be seeded and used; afterwards they go on as if nothing had happened.
+    """Restores the generators after the context, in which they may be seeded and used.
 
     Args:
-        device: its generator goes on like those of the CPU.
+        device: its generator is restored as well as those of the CPU.
     """
     before = generators.take(device)
     try:
@@ -206,10 +208,9 @@ def undisturbed(device: torch.device = _CPU) -> Iterator[None]:
 
 
 class Stream:
-    """A random stream of its own for code that uses the global CPU generators.
+    """A separate random stream for code that uses the global CPU generators.
 
-    Inside ``with stream:`` the generators continue where the stream's last block ended; outside they know
-    nothing of it.
+    Inside ``with stream:`` the generators continue where the stream's last block ended. Outside, they are not affected.
     """
 
     def __init__(self, seed: int) -> None:

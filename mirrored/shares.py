@@ -1,13 +1,13 @@
-"""Shares: global batches are cut into them (rule R4, docs/concepts/towers.md). A table has the share of each tensor.
+"""Shares of global batches (rule R4, docs/concepts/towers.md), and a table with the share of each tensor.
 
-[Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
-a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset
-notes in a table of its strategy (:class:`KnownShares`), for every tensor, array and other object of a batch that it
-yields, the sizes of the share and of the global batch: by the object's identity, and weakly, so that nothing lives
-longer. ``compute_average_loss``, ``strategy.backward``, metrics and all that treats stand-ins look there for the
-arguments of ``strategy.run``; for a batch that came into the step by another way, the newest batch counts
-(:meth:`KnownShares.at_hand`). An attribute or a subclass of tensors would be lost by the first ``x.to(…)`` and get in
-the way of compilers, and adding up the towers' numbers would be a collective in every step.
+[Note: batch sizes travel beside the batch] A loss must be divided by the size of the global batch (rule R3). A tower
+has only its own examples of it, and the script passes only its tensors to the loss. A distributed dataset therefore
+records, in a table of its strategy (:class:`KnownShares`), the sizes of the share and of the global batch. It does so
+for every tensor, array and other object of a batch that it yields. Entries are weak references by the object's
+identity, so they do not extend its lifetime. ``compute_average_loss``, ``strategy.backward``, metrics and all code for
+stand-ins look up the arguments of ``strategy.run`` in this table. If a batch reached the step in another way, the
+newest batch counts (:meth:`KnownShares.at_hand`). An attribute or a subclass of tensors would be lost at the first
+``x.to(…)`` and would hinder compilers. Adding up the towers' numbers would be a collective in every step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Share:
     """One tower's share of a global batch.
 
     Attributes:
-        local: number of examples of this tower.
-        total: number of examples of all towers together.
-        stand_in: whether the batch of a tower without examples has an entry nevertheless, which counts nothing.
-        may_stand_in: whether towers without examples get a stand-in in this dataset; set on all towers.
+        local: the number of examples of this tower.
+        total: the number of examples of all towers together.
+        stand_in: whether the batch of a tower without examples nevertheless has an entry, which does not count.
+        may_stand_in: whether towers without examples receive a stand-in in this dataset; set on all towers.
     """
 
     local: int
@@ -45,7 +45,7 @@ class Share:
 
     @property
     def entries(self) -> int:
-        """The number of entries in the batch that the tower gets."""
+        """The number of entries in the batch that the tower receives."""
         return self.local or int(self.stand_in)
 
 
@@ -54,10 +54,10 @@ Batch = tuple[Any, Share]
 
 
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
-    """The begin and end of tower ``index``'s share of a batch.
+    """Returns the start and end of tower ``index``'s share of a batch.
 
-    Shares are contiguous and cut as ``numpy.array_split`` cuts: sizes differ by one at most, the larger ones
-    come first, and when there are fewer examples than towers the last shares are empty.
+    Shares are contiguous and split like ``numpy.array_split``: sizes differ by at most one, and the larger ones are
+    first. If there are fewer examples than towers, the last shares are empty.
     """
     size, larger = divmod(examples, towers)
     start = index * size + min(index, larger)
@@ -66,13 +66,13 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Global batches are cut into ``parts``; this tower gets parts ``first`` … ``end`` - 1.
+    """The split of global batches into ``parts``, of which this tower receives parts ``first`` … ``end`` - 1.
 
     There are as many parts as towers, or as virtual towers.
 
     Attributes:
-        virtual: whether each part is computed by itself.
-        stand_in: whether a tower without examples has one of another tower, which counts nothing.
+        virtual: whether each part is computed separately.
+        stand_in: whether a tower without examples receives one of another tower, which does not count.
     """
 
     parts: int
@@ -87,33 +87,34 @@ class Cut:
         return self.first // (self.end - self.first)
 
     def empty_shares(self, examples: int) -> int:
-        """The number of towers, the last ones, that get nothing of a batch of so many examples."""
+        """Returns the number of towers, the last ones, that receive no examples of a batch of this size."""
         parts_here = self.end - self.first
         return self.parts // parts_here - min(-(-examples // parts_here), self.parts // parts_here)
 
     def bounds(self, examples: int) -> tuple[int, int]:
-        """The begin and end of this tower's share of a batch."""
+        """Returns the start and end of this tower's share of a batch."""
         return bounds(examples, self.parts, self.first)[0], bounds(examples, self.parts, self.end - 1)[1]
 
     def share(self, examples: int) -> Share:
-        """This tower's share of a batch."""
+        """Returns this tower's share of a batch."""
         start, end = self.bounds(examples)
         return Share(end - start, examples, self.stand_in and start == end and examples > 0, self.stand_in)
 
     def parts_of(self, local: int) -> list[tuple[int, int]]:
-        """The begins and ends of the parts of a share of ``local`` examples, within the share.
+        """Returns the starts and ends of the parts of a share of ``local`` examples, within the share.
 
-        The sizes of a batch's parts never increase, so those of a share are what cutting the share alone gives.
+        The sizes of a batch's parts never increase, so splitting the share alone gives the same parts.
         """
         parts_here = self.end - self.first
         return [bounds(local, parts_here, part) for part in range(parts_here)]
 
 
 def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
-    """The cut of batches on tower ``index`` of ``towers``.
+    """Returns the split of batches on tower ``index`` of ``towers``.
 
     Raises:
-        ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
+        ValueError: a balanced tree cannot sum this number of virtual towers, or it cannot be split evenly among the
+            towers.
     """
     if virtual_towers is None:
         return Cut(towers, index, index + 1)
@@ -130,13 +131,13 @@ def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
 
 
 class KnownShares:
-    """Remembers which share a batch's tensors (or other objects) belong to, as long as they live.
+    """Maps a batch's tensors (or other objects) to their share, for as long as they exist.
 
     See [Note: batch sizes travel beside the batch].
 
     Attributes:
         in_hand: the share of the newest batch of each loop over distributed data.
-        compared_examples: whether towers without a distributed batch have compared what they were given.
+        compared_examples: whether towers without a distributed batch have compared their examples.
         shuffled: the seeds with which each object's examples are shuffled, by :func:`distribute`.
     """
 
@@ -148,15 +149,15 @@ class KnownShares:
         self.shuffled: MutableMapping[object, set[int]] = WeakIdKeyDictionary()
 
     def add(self, batch: Any, share: Share) -> None:
-        """Remember the share for every tensor, array and other object in ``batch``."""
+        """Records the share for every tensor, array and other object in ``batch``."""
         for value in trees.leaves(batch):
-            with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
+            with contextlib.suppress(TypeError):  # strings and numbers do not support weak references
                 self._shares[value] = share
                 if share.stand_in:
                     self._stand_ins[value] = None
 
     def get(self, value: Any) -> Share | None:
-        """The share that ``value`` came with, or None."""
+        """Returns the share to which ``value`` belongs, or None."""
         try:
             share: Share | None = self._shares.get(value)
         except TypeError:
@@ -164,15 +165,15 @@ class KnownShares:
         return share
 
     def of(self, values: Any) -> list[Share]:
-        """The different shares of the distributed batches among some values."""
+        """Returns the different shares of the distributed batches among some values."""
         shares = (self.get(value) for value in trees.leaves(values))
         return list({share: None for share in shares if share is not None})
 
     def local_examples(self, batch: Sequence[Any]) -> int:
-        """The number of this tower's examples in the arguments of a step; of several batches or arrays, in the first.
+        """Returns the number of this tower's examples in the arguments of a step. The first of several batches counts.
 
         Raises:
-            TypeError: neither their share is known nor an array or a list among them tells it.
+            TypeError: their share is unknown, and there is no array or list among them.
         """
         if shares := self.of(batch):
             return shares[0].local
@@ -181,20 +182,20 @@ class KnownShares:
         raise TypeError("the number of examples in the arguments of strategy.backward is unknown")
 
     def is_empty(self, batch: Sequence[Any]) -> bool:
-        """Whether the arguments of a step certainly hold no example."""
+        """Returns whether the arguments of a step certainly contain no example."""
         sizes = [share.entries for share in self.of(batch)] or _sizes(batch)
         return bool(sizes) and not any(sizes)
 
     def at_hand(self, arguments: Any) -> list[Share]:
-        """The shares of the batches among a run's arguments, else that of the newest batch."""
+        """Returns the shares of the batches among a run's arguments, otherwise the share of the newest batch."""
         newest = self.in_hand.value
         return self.of(arguments) or ([newest] if newest is not None else [])
 
     def named(self, batch: Any) -> list[Share]:
-        """The share of the batch that a script names by ``batch=``; none for ``()``.
+        """Returns the share of the batch that a script names with ``batch=``, or none for ``()``.
 
         Raises:
-            ValueError: it is no distributed batch.
+            ValueError: it is not a distributed batch.
         """
         shares = self.of(batch)
         if not shares and not (isinstance(batch, tuple) and not batch):
@@ -206,40 +207,41 @@ class KnownShares:
 
     @property
     def has_stand_in(self) -> bool:
-        """Whether anything of a stand-in is in hand or still lives; else looking for one is in vain."""
+        """Whether an object of a stand-in is in use or still exists. Otherwise, no lookup is needed."""
         newest = self.in_hand.value
         return (newest is not None and newest.stand_in) or len(self._stand_ins) > 0
 
     def holds_stand_in(self, arguments: Any) -> bool:
-        """Whether any of the batches at hand is a stand-in."""
+        """Returns whether one of the current batches is a stand-in."""
         return self.has_stand_in and any(share.stand_in for share in self.at_hand(arguments))
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor or an array of NumPy."""
+    """Returns whether a value is a tensor or a NumPy array."""
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
 
 
 def _sizes(batch: Sequence[Any]) -> list[int]:
-    """How many entries the arrays among the arguments of a step have, or the lists where there are no arrays."""
+    """Returns the numbers of entries of the arrays among the arguments of a step; without arrays, of the lists."""
     arrays = [int(leaf.shape[0]) for leaf in trees.leaves(batch) if is_array(leaf) and len(leaf.shape)]
     return arrays or [len(value) for value in batch if isinstance(value, list)]
 
 
 Pieces = dict[int, tuple[Any, Sequence[Any]]]
-"""By the ``id`` of each array and structure of a batch: it, and what stands for it in each virtual tower's part."""
+"""By the ``id`` of each array and structure of a batch: the object, and its counterparts in the virtual towers' parts.
+"""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A strategy's way of sharing out batches.
+    """How a strategy splits batches.
 
     Attributes:
         comm: the towers.
-        cut: how a global batch is cut into their shares.
-        known: which shares the batches in use are.
-        events: the strategy's.
-        pieces: those of the newest batch of each iterator whose parts were collated one by one, for virtual towers.
+        cut: how a global batch is split into their shares.
+        known: the shares of the batches in use.
+        events: the strategy's events.
+        pieces: for virtual towers: the pieces of each iterator's newest batch, if its parts were collated separately.
     """
 
     comm: Communicator
@@ -249,5 +251,5 @@ class Distribution:
     pieces: dict[object, Pieces] = field(default_factory=dict)
 
     def of_dataset(self, stand_in: bool) -> Distribution:
-        """The way of one dataset, whose towers without examples may have a stand-in."""
+        """Returns the distribution of one dataset, whose towers without examples may receive a stand-in."""
         return replace(self, cut=replace(self.cut, stand_in=stand_in))

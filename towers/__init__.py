@@ -1,6 +1,6 @@
-"""How towers live: how they start, communicate, average gradients, stay mirror images and end.
+"""Towers: starting them, communication, averages of gradients, comparison of their models, and their end.
 
-The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses and can be used without them.
+This is the layer below :mod:`mirrored`. It does not depend on strategies, data or losses, and can be used without them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ __all__ = [
     "launch",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __getattr__(name):
-        """``towers.launch`` and ``towers.Failure`` are imported on first use: errors do not need a launcher."""
+        """Imports ``towers.launch`` and ``towers.Failure`` on first use, because errors do not need a launcher."""
         if name not in ("Failure", "launch"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from towers.launching import launch as module

@@ -1,6 +1,6 @@
-"""Shared memory as a backend of ``torch.distributed``, for DDP and all else that communicates through it.
+"""Shared memory as a backend of ``torch.distributed``, for DDP and other code that communicates through it.
 
-Importing this module registers it; torch 2.14 and later find it without that::
+Importing this module registers the backend. torch 2.14 and later find it without the import::
 
     import torch.distributed as dist
     import towers.backend
@@ -28,13 +28,13 @@ NAME = "towers_shm"
 
 
 def register() -> None:
-    """Make :data:`NAME` known to ``torch.distributed``; idempotent."""
+    """Registers :data:`NAME` with ``torch.distributed``. Further calls do nothing."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(common: Any, options: Any) -> SharedMemoryGroup:
-    """Make a group; c10d calls it on all of its ranks."""
+    """Creates a group. c10d calls it on all ranks of the group."""
     if options is not None:
         raise ArgumentError(f"the backend {NAME} takes no options, but pg_options is {type(options).__name__}")
     timeout: timedelta = common.timeout

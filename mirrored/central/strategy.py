@@ -1,4 +1,4 @@
-"""The strategy whose towers have one copy of the parameters, in the memory of their host."""
+"""The strategy whose towers share one copy of the parameters, in the memory of their host."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from towers.system.devices import Device
 
 
 class CentralStorageStrategy(MirroredStrategy):
-    """One model on all devices of this machine; parameters and optimizer state lie once in the host's memory.
+    """Trains one model on all devices of this machine, with one copy of parameters and optimizer state in host memory.
 
-    Each tower updates its part of them in place. On CPU towers the model's parameters are that memory; accelerators get
-    the new values after every step, and hold no optimizer state. The numbers are those of :class:`MirroredStrategy`.
-    Optimizers have to update each element for itself, as with ``shard_optimizer=True``, or each row (``SparseAdam``,
-    ``Adagrad`` and ``SGD`` without momentum on ``nn.Embedding(sparse=True)``).
+    Each tower updates its part of the copy in place. On CPU towers, the model's parameters are that memory.
+    Accelerators receive the new values after every step, and hold no optimizer state. The numbers are those of
+    :class:`MirroredStrategy`. Optimizers must update each element independently, as with ``shard_optimizer=True``, or
+    each row independently (``SparseAdam``, ``Adagrad`` and ``SGD`` without momentum on ``nn.Embedding(sparse=True)``).
 
     Args:
         compute_devices: one per tower, as ``devices`` of :class:`MirroredStrategy`.
-        parameter_device: where parameters and state lie: the CPU, which is the default.
+        parameter_device: the device of parameters and state. It must be the CPU, which is the default.
         options: ``communication``, ``virtual_towers``, ``mirror_check_interval``, ``nonfinite_gradients`` and ``seed``,
             see :class:`MirroredStrategy`.
 
     Raises:
-        ValueError: ``parameter_device`` is not there, or not the CPU; else see :class:`MirroredStrategy`.
+        ValueError: ``parameter_device`` does not exist or is not the CPU; otherwise see :class:`MirroredStrategy`.
         StartupError: the towers run on several hosts, or cannot share memory.
     """
 
@@ -49,7 +49,7 @@ class CentralStorageStrategy(MirroredStrategy):
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
-        """As :meth:`Strategy.scope`; on accelerators tables stay on the host (:mod:`mirrored.central.tables`)."""
+        """Works as :meth:`Strategy.scope`. Accelerators' tables stay on the host (:mod:`mirrored.central.tables`)."""
         on_host = tables.kept_on_host(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
         with super().scope(sync_batch_norm=sync_batch_norm), on_host:
             yield self

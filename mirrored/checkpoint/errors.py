@@ -1,4 +1,4 @@
-"""Errors of checkpoints, and how an error of one tower becomes the same error on all."""
+"""Errors of checkpoints, and a function that raises the error of one tower on all towers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LONGEST = 4000  # characters of a problem, which may quote an untrusted checkpo
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or loaded into the objects of this run; the text names it.
+    """A checkpoint cannot be written, read, or loaded into the objects of this run. The message names the checkpoint.
 
-    The text may quote an untrusted checkpoint, so it is one line without control characters.
+    The message may quote an untrusted checkpoint, so it is one line without control characters.
     """
 
     def __init__(self, text: str) -> None:
@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A signal asked the run to stop; it has finished its step and saved. Ends the program with exit code 75.
+    """A signal requested a stop, and the run has finished its step and saved. Ends the program with exit code 75.
 
     75 is EX_TEMPFAIL of sysexits.h: try again later.
     """
@@ -34,28 +34,28 @@ class Preempted(SystemExit):
 
 
 class TrainingStopped(SystemExit):
-    """The training ends early, on all towers, and is saved. ``CheckpointManager.resume`` takes it at its end.
+    """An early stop of the training on all towers, after the step is saved. ``CheckpointManager.resume`` catches it.
 
-    Elsewhere it ends the program, with exit code 0.
+    Outside ``resume``, it ends the program with exit code 0.
     """
 
 
 def listed(names: Iterable[str]) -> str:
-    """Up to 20 names from an untrusted checkpoint, printable, as an enumeration."""
+    """Returns up to 20 names from an untrusted checkpoint, in printable form, as an enumeration."""
     shown = [printable(name, 100) for name in names]
     more = f" and {len(shown) - 20} more" if len(shown) > 20 else ""
     return ", ".join(shown[:20]) + more
 
 
 def raise_first(comm: Communicator, call: str, problem: str, prefix: str = "") -> None:
-    """Raise the problem of the first tower that has one, on all towers; with several towers it names the tower.
+    """Raises the problem of the first tower that has one, on all towers.
 
-    A collective: towers without a problem call it, too.
+    With several towers, the message names the tower. This is a collective: towers without a problem must call it, too.
 
     Args:
-        call: what is being done, as for :func:`announce`.
-        problem: this tower's; empty when it has none.
-        prefix: the beginning of the error's text.
+        call: the operation in progress, as for :func:`announce`.
+        problem: this tower's problem; empty if there is none.
+        prefix: the start of the message.
 
     Raises:
         CheckpointError: a tower has a problem.

@@ -1,4 +1,4 @@
-"""Loading a part of a model, or under other names, as fine-tuning needs it."""
+"""Loads a part of a model, or weights under other names, for fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LoadReport:
     """The result of :func:`load_weights`.
 
     Attributes:
-        loaded: names in the model, each with its name in the file.
-        kept: names in the model that keep the values they had.
+        loaded: the loaded names in the model, each with its name in the file.
+        kept: names in the model whose values are unchanged.
         unused: names in the file that were not loaded.
-        misfits: sentences, one for each name that has another shape in the file; the model keeps its values.
+        misfits: one sentence for each name that has another shape in the file. The model keeps these values.
     """
 
     loaded: dict[str, str]
@@ -58,27 +58,27 @@ def load_weights(
     rename: Mapping[str, str] | None = None,
     skip_misfits: bool = False,
 ) -> LoadReport:
-    """Load parameters and buffers of a model by name; the others keep their values.
+    """Loads parameters and buffers of a model by name. All others keep their values.
 
-    Every tower calls it before the first ``run``, and has to find the same file.
+    Every tower calls it before the first ``run``, and must find the same file.
 
     Args:
-        module: the model; values are converted to its dtypes.
-        source: a checkpoint's folder (its checksums are compared), or a file of safetensors.
-        name: which of a checkpoint's objects the model is.
+        module: the model. Values are converted to its dtypes.
+        source: a checkpoint's folder (its checksums are compared), or a safetensors file.
+        name: the name of the model among the checkpoint's objects.
         include, exclude: patterns (``"backbone.*"``) of names in the model, after renaming.
-        rename: from the beginning of a name in the file to that of a name in the model; the first that fits counts.
-            ``{"encoder.": "backbone."}`` loads ``encoder.0.weight`` into ``backbone.0.weight``.
-        skip_misfits: skip tensors that have another shape in the file (a head for other classes).
+        rename: replaces prefixes of names in the file by prefixes of names in the model. The first entry that matches
+            applies. ``{"encoder.": "backbone."}`` loads ``encoder.0.weight`` into ``backbone.0.weight``.
+        skip_misfits: whether tensors that have another shape in the file (a head for other classes) are skipped.
 
     Returns:
-        Which names were loaded and which were not.
+        The names that were loaded, kept and unused.
 
     Raises:
-        CheckpointError: the source cannot be read, nothing in it fits, or shapes differ; the model is as it was.
+        CheckpointError: the source cannot be read, nothing in it fits, or shapes differ. The model is unchanged.
     """
     path = pathlib.Path(source)
-    own = interceptor().folder(path.parent) / path.name  # in `mirrored verify` each run has a folder of its own
+    own = interceptor().folder(path.parent) / path.name  # `mirrored verify` gives each run its own folder
     path = own if own.exists() else path
     saved = _read(path, name)
     here = module.state_dict()
@@ -103,7 +103,7 @@ def load_weights(
     try:
         with torch.no_grad():
             module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything
         roll_back()
         raise CheckpointError(f"{path} cannot be loaded, the model is as it was: {error}") from error
     used = set(loaded.values())
@@ -116,10 +116,10 @@ def load_weights(
 
 
 def save_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the parameters and buffers of a model as a file of safetensors, which :func:`load_weights` reads.
+    """Writes the parameters and buffers of a model to a safetensors file, which :func:`load_weights` reads.
 
-    Anything else reads it, too (``safetensors.torch.load_file``). Tied parameters are written under each of their
-    names. The file is replaced at once: readers see the old or the new one. One tower calls it.
+    Other programs can read it, too (``safetensors.torch.load_file``). Tied parameters are written under each of their
+    names. The file is replaced atomically: readers see the old or the new file. Only one tower calls it.
     """
     path = pathlib.Path(path)
     state = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""The ways in which a cluster introduces itself, each read by one small class of a module of its own."""
+"""Finds the description of this process's cluster. Each kind of description has its own module and class."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from towers.topology import FEWER_WORKERS
 
 
 def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
-    """The launcher of this tower, by torchrun's variables (torchrun, our own agent, ``launch``) or SLURM's.
+    """Returns the cluster of this tower's launcher: torchrun's variables (torchrun, the agent, ``launch``) or SLURM's.
 
-    None: this process is no tower yet.
+    None: no launcher has started this process as a tower.
     """
     if torchrun.present(environ):
         return torchrun.TorchrunClusterResolver(environ)
@@ -25,14 +25,14 @@ def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
 
 
 def check_no_other_workers(environ: Mapping[str, str], launcher: ClusterResolver | None, strategy: str) -> None:
-    """Check that ``TF_CONFIG`` describes no workers with which a strategy, which does not read it, would not train.
+    """Checks that ``TF_CONFIG`` describes no workers that a strategy, which does not read it, would leave out.
 
     Args:
-        launcher: of the towers, if a launcher has started them.
-        strategy: the name of its class.
+        launcher: the cluster of the towers, if a launcher has started them.
+        strategy: the name of the strategy's class.
 
     Raises:
-        ClusterError: it describes several workers, or is wrong.
+        ClusterError: ``TF_CONFIG`` describes more workers than the launcher, or is wrong.
     """
     if not environ.get("TF_CONFIG", "").strip():
         return
@@ -48,7 +48,7 @@ def check_no_other_workers(environ: Mapping[str, str], launcher: ClusterResolver
 
 
 def this_machine(environ: Mapping[str, str]) -> LocalClusterResolver:
-    """The cluster where nothing describes one.
+    """Returns the cluster of this machine, for a process whose environment describes no cluster.
 
     Raises:
         ClusterError: the environment is that of torchrun on several machines, as Kubeflow sets it, without torchrun.
@@ -62,15 +62,16 @@ def this_machine(environ: Mapping[str, str]) -> LocalClusterResolver:
 
 
 def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> ClusterResolver:
-    """The cluster of a several-worker strategy: TF_CONFIG, else torchrun's variables, else SLURM's, else one worker.
+    """Returns the cluster of a strategy for several workers: TF_CONFIG, torchrun's variables, SLURM's, or one worker.
 
-    After a cluster has become towers, both it and the towers' variables are there, and must agree.
+    The first of these that exists counts. A tower has both ``TF_CONFIG`` and its launcher's variables. They must agree,
+    unless the job continues with fewer workers.
 
     Args:
-        own: the script's own resolver, instead of TF_CONFIG.
+        own: the script's own resolver, which replaces TF_CONFIG.
 
     Raises:
-        ClusterError: either is wrong, or the two contradict each other; then the message names both.
+        ClusterError: either is wrong, or the two contradict each other. In that case the message names both.
     """
     described = own
     if described is None and "TF_CONFIG" in environ:

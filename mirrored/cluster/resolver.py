@@ -1,4 +1,4 @@
-"""The common interface of all descriptions of a cluster, and what those of launchers read."""
+"""The common interface of all descriptions of a cluster, and checks for the variables of launchers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 
 from towers.topology import Topology
 
-_MOST = 1_000_000  # towers: more than anybody has; each of them keeps a list of all
+_MOST = 1_000_000  # towers, far more than any cluster has; each tower keeps a list of all
 
 
 class ClusterError(ValueError):
-    """A cluster's description is wrong. The message names where it was read, the field and the fix."""
+    """A cluster's description is wrong. The message names its source, the field and the fix."""
 
 
 class ClusterResolver:
-    """Knows the workers of a cluster and which of them this process belongs to.
+    """Describes the workers of a cluster and the position of this process among them.
 
     Attributes:
-        origin: where it was read from, for messages and the log.
+        origin: the source of the description, for messages and the log.
         task_type: "chief", "worker" or "evaluator".
-        task_id: index among the tasks of that type.
-        workers: number of workers (machines) that train together.
-        worker: this one's index among them.
-        addresses: ``host:port`` of each worker where that is known, else empty.
-        topology: this tower's place where a launcher has started the towers already, else None.
+        task_id: the index among the tasks of that type.
+        workers: the number of workers (machines) that train together.
+        worker: this worker's index among them.
+        addresses: ``host:port`` of each worker if they are known, otherwise empty.
+        topology: this tower's position if a launcher has already started the towers, otherwise None.
     """
 
     origin: str
@@ -36,7 +36,7 @@ class ClusterResolver:
     topology: Topology | None = None
 
     def cluster_spec(self) -> dict[str, list[str]]:
-        """Job names and the addresses of their tasks, as in TensorFlow; empty where addresses are unknown."""
+        """Returns job names and the addresses of their tasks, as in TensorFlow. Empty if addresses are unknown."""
         return {"worker": list(self.addresses)} if self.addresses else {}
 
 
@@ -48,14 +48,14 @@ class LocalClusterResolver(ClusterResolver):
 
 
 class Numbers(dict[str, int]):
-    """The whole numbers in a launcher's variables, by name, and checks of what has been read.
+    """The whole numbers in a launcher's variables, by name, with checks of these numbers.
 
     Args:
         environ: the variables.
-        origin: what they are called in messages.
+        origin: the name of the variables in messages.
 
     Raises:
-        ClusterError: by every method, with the names and values of what is wrong.
+        ClusterError: by every method, with the names and values of the wrong variables.
     """
 
     def __init__(self, environ: Mapping[str, str], origin: str) -> None:
@@ -63,7 +63,7 @@ class Numbers(dict[str, int]):
         self._environ, self._origin = environ, origin
 
     def read(self, *names: str) -> None:
-        """Read variables that must hold whole numbers from 0; all that are missing are named at once."""
+        """Reads variables that must hold whole numbers from 0. One error names all missing variables."""
         missing = [name for name in names if not self._environ.get(name)]
         if missing:
             verb = "is" if len(missing) == 1 else "are"
@@ -75,18 +75,18 @@ class Numbers(dict[str, int]):
             self[name] = int(text)
 
     def optional(self, name: str, default: int = 0) -> int:
-        """One such variable that may be absent or empty."""
+        """Reads such a variable, which may be absent or empty, and returns its number or the default."""
         if self._environ.get(name):
             self.read(name)
         return self.setdefault(name, default)
 
     def check_port(self, name: str) -> None:
-        """Check that a port is from 1 to 65535."""
+        """Checks that a port is from 1 to 65535."""
         if not 1 <= self[name] <= 65535:
             raise self.error(f"{name} is {self[name]}; ports go from 1 to 65535")
 
     def check_index(self, index: str, size: str) -> None:
-        """Check that an index lies below its size, which is neither 0 nor absurd."""
+        """Checks that an index is below its size, and that the size is from 1 to a million."""
         if not 1 <= self[size] <= _MOST:
             raise self.error(f"{size} is {self[size]}, but must be from 1 to {_MOST}")
         if self[index] >= self[size]:
@@ -95,10 +95,10 @@ class Numbers(dict[str, int]):
             )
 
     def check_at_most(self, number: str, limit: str) -> None:
-        """Check that ``number`` is not above ``limit``."""
+        """Checks that ``number`` is not above ``limit``."""
         if self[number] > self[limit]:
             raise self.error(f"{number} is {self[number]}, but {limit} is only {self[limit]}")
 
     def error(self, text: str) -> ClusterError:
-        """``text`` as an error that says where the variables come from."""
+        """Returns an error with the message ``text`` and the source of the variables."""
         return ClusterError(f"{self._origin}: {text}")

@@ -1,4 +1,4 @@
-"""Towers started by ``srun``: one per task."""
+"""Towers that ``srun`` starts, one per task."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ON_NODE = "tasks on this node"
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads what ``srun`` gives each task: SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS, …
+    """Reads the variables that ``srun`` sets for each task: SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS, …
 
-    The towers meet on the first node of the step, at MASTER_ADDR and MASTER_PORT where those are set, else at
-    that node's name and a port made from the job's and the step's number (12000 to 27999).
+    The towers connect to the first node of the step. MASTER_ADDR is its address, by default the node's name.
+    MASTER_PORT is the port, by default a port from 12000 to 27999 that depends on the job's and the step's number.
 
     Raises:
         ClusterError: a variable is missing or contradicts another.
@@ -65,12 +65,12 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def present(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of ``srun`` (a batch script or a shell in an allocation is none)."""
+    """Returns whether this process is a task of ``srun``. A batch script or a shell in an allocation is not a task."""
     return bool(environ.get("SLURM_STEP_NUM_TASKS") and environ.get("SLURM_PROCID"))
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of SLURM's compressed list: ``"gpu[03-05,9],x1"`` → ``"gpu03"``.
+    """Returns the first host of SLURM's compressed list: ``"gpu[03-05,9],x1"`` → ``"gpu03"``.
 
     Raises:
         ClusterError: the list is empty.
@@ -82,10 +82,13 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_on_node(text: str, number: Numbers) -> int:
-    """From ``"2(x3),1"``: two tasks on the first three nodes, one on the fourth; shared out evenly where it is not set.
+    """Returns the number of tasks on this node.
+
+    ``"2(x3),1"`` is two tasks on each of the first three nodes, and one on the fourth. If the list is not set, tasks
+    are split evenly.
 
     Raises:
-        ClusterError: it is no such list, or does not reach to this node.
+        ClusterError: ``text`` is not such a list, or does not include this node.
     """
     node, before = number["SLURM_NODEID"], 0
     if not text.strip():

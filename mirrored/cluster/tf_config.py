@@ -2,13 +2,13 @@
 
 Grammar: a JSON object with
 
-- ``cluster``: job name to list of ``host:port`` (IPv6 in brackets); jobs ``chief`` (at most one task),
+- ``cluster``: maps a job name to a list of ``host:port`` (IPv6 in brackets). Jobs are ``chief`` (at most one task),
   ``worker``, ``ps`` and ``evaluator``. ``ps`` is for ParameterServerStrategy only.
-- ``task``: ``type`` and ``index``, the index a number or its decimal digits.
-- ``rpc_layer``: kept for :meth:`TFConfigClusterResolver.master`; nothing here uses it.
+- ``task``: ``type`` and ``index``. The index is a number or its decimal digits.
+- ``rpc_layer``: is used by :meth:`TFConfigClusterResolver.master` only.
 
-Other keys (``environment``, ``job``, …) are ignored. Worker 0 is the chief where there is one, then the
-workers in their order. An evaluator is a cluster of its own, as in TensorFlow.
+Other keys (``environment``, ``job``, …) are ignored. Worker 0 is the ``chief`` task, if there is one. The ``worker``
+tasks follow in their order. An evaluator is a separate cluster, as in TensorFlow.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TFConfigClusterResolver(ClusterResolver):
     """Reads the environment variable ``TF_CONFIG``.
 
     Attributes:
-        rpc_layer: as given, or None.
+        rpc_layer: the value in ``TF_CONFIG``, or None.
 
     Raises:
-        ClusterError: it breaks the grammar; the message says where.
+        ClusterError: ``TF_CONFIG`` breaks the grammar. The message names the field.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -64,18 +64,18 @@ class TFConfigClusterResolver(ClusterResolver):
         self.worker = self.task_id + (len(chiefs) if self.task_type == "worker" else 0)
 
     def cluster_spec(self) -> dict[str, list[str]]:
-        """The jobs and addresses as they were given."""
+        """Returns the jobs and addresses of ``TF_CONFIG``."""
         return {job: list(addresses) for job, addresses in self._jobs.items()}
 
     def master(self) -> str:
-        """The chief's address, with ``rpc_layer://`` in front where one was given; empty for one worker."""
+        """Returns the chief's address, after ``rpc_layer://`` if that was given. Empty for one worker."""
         if not self.addresses:
             return ""
         return f"{self.rpc_layer}://{self.addresses[0]}" if self.rpc_layer else self.addresses[0]
 
 
 def present(environ: Mapping[str, str]) -> bool:
-    """Whether ``TF_CONFIG`` is set; an empty one is logged once and taken as unset."""
+    """Returns whether ``TF_CONFIG`` is set and not empty. An empty ``TF_CONFIG`` is logged."""
     text = environ.get("TF_CONFIG")
     if text is not None and not text.strip():
         log.info("TF_CONFIG is set but empty: taken as unset")
@@ -141,7 +141,7 @@ def _is_host(ipv6: str | None, name: str) -> bool:
         if ipv6 is not None:
             ipaddress.IPv6Address(ipv6)
         else:
-            name.encode("idna")  # as looking it up does
+            name.encode("idna")  # as a name lookup does
     except ValueError:
         return False
     return True

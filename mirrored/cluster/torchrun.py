@@ -1,4 +1,4 @@
-"""Towers started by torchrun, or by anything else that sets its variables."""
+"""Towers that torchrun starts, or another launcher that sets torchrun's variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TorchrunClusterResolver(ClusterResolver):
     The last two may both be absent (one process per machine, as Kubeflow's PyTorchJob starts them).
 
     Raises:
-        ClusterError: variables are missing (all are named at once), are no numbers, or contradict each other.
+        ClusterError: variables are missing (one message names all of them), are not numbers, or contradict each other.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -56,7 +56,7 @@ class TorchrunClusterResolver(ClusterResolver):
             number.check_index("GROUP_RANK", "GROUP_WORLD_SIZE")
             self.worker, self.workers = number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
         self.task_id = self.worker
-        # The agents of several workers each have a run id of their own; torchrun's have one.
+        # The agents of mirrored's workers have different run ids. All agents of torchrun have the same run id.
         run_id = "" if environ.get(STARTED_BY) else environ.get(RUN_ID, "")
         self.topology = Topology(
             index=index,
@@ -75,5 +75,5 @@ class TorchrunClusterResolver(ClusterResolver):
 
 
 def present(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of this kind has set anything."""
+    """Returns whether a launcher of this kind has set RANK or WORLD_SIZE."""
     return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))

@@ -1,4 +1,4 @@
-"""The hosts of a TPU slice, as Cloud TPU and Kubernetes describe them to each other."""
+"""The hosts of a TPU slice, as Cloud TPU and Kubernetes describe them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mirrored.cluster.resolver import ClusterResolver, Numbers
 class TPUClusterResolver(ClusterResolver):
     """Reads TPU_WORKER_HOSTNAMES, and this host's index in it: NODE_RANK, TPU_WORKER_ID or JOB_COMPLETION_INDEX.
 
-    The hosts' towers meet at the first host's MASTER_PORT, or 29500. With fewer than two names it is this host alone.
+    The towers of all hosts connect to the first host, on port MASTER_PORT or 29500. With fewer than two names, the
+    cluster is this host only.
 
     Raises:
-        ClusterError: there is no index, or it is not below the number of hosts; or the port is none.
+        ClusterError: the index is missing or not below the number of hosts, or the port is invalid.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:

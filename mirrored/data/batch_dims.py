@@ -1,21 +1,23 @@
-"""Cuts batches that come ready made into shares, by the dimensions that belong to examples.
+"""Splits ready-made batches into shares, along the dimensions of the examples.
 
-A batch that was collated elsewhere (a loader with ``batch_size=None``, a pipeline) does not say which of its dimensions
-counts examples.
+A batch that was collated elsewhere (a loader with ``batch_size=None``, a pipeline) does not show which of its
+dimensions counts examples.
 
-[Note: ready-made batches are not guessed] A batch is cut if it can be meant in one way only: arrays that all have one
-first dimension, and lists of as many other things; numbers, texts and None are given whole. A list of dicts, or of at
-least as many equal arrays as these have rows, may be examples as well as fields, and is refused. The first batch
-decides for later ones of its structure, so a last batch of one example is not refused for being small.
+[Note: ready-made batches are not guessed] A batch is split only if its structure is unambiguous: all arrays have the
+same first dimension, and lists have as many entries, which are not arrays. Numbers, strings and None are given whole. A
+list of dicts with equal keys may hold examples or fields, and raises an error. So does a list of arrays with equal
+shapes that has at least as many arrays as these have rows. The first batch decides for later batches of its structure.
+A last batch of one example is therefore not refused because of its size.
 
-For all else there is ``batch_dims``, as ``in_dims`` of ``torch.vmap``, a structure like the batch's:
+``batch_dims`` describes all other batches, like ``in_dims`` of ``torch.vmap``, with a structure like the batch's:
 
-* a dimension: a tensor or array is cut along it, a list (dimension 0) by its entries, a dict in all that is in it;
-* None: every tower gets it whole;
-* a function ``(value, start, end)`` that cuts something else.
+* a dimension: a tensor or array is split along it, a list (dimension 0) by its entries, and a dict or named tuple in
+  every entry;
+* None: every tower receives the part whole;
+* a function ``(value, start, end)`` that splits any other object.
 
-The number of examples is the size of what has a dimension: ``[0, None]`` for a batch and class weights, ``(1, 1)`` for
-two time-major tensors, ``0`` for a list of dicts.
+The number of examples is the size of the parts that have a dimension: ``[0, None]`` for a batch and class weights,
+``(1, 1)`` for two time-major tensors, ``0`` for a list of dicts.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from mirrored.empty_shares.empty_batch import narrow
 from towers.system import tree as trees
 
 Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]
-"""A structure like the batch's: the dimension that counts examples, None for what is given whole, or what cuts it."""
+"""A structure like the batch's: the dimension of the examples, None for parts given whole, or a splitting function."""
 
 _HOW = (
     "name the per-example parts with batch_dims=, a structure like the batch's: a dimension such as 0 (of a "
@@ -40,10 +42,10 @@ _HOW = (
 
 
 class BatchDims:
-    """Cuts ready-made batches of one source.
+    """Splits the ready-made batches of one source.
 
     Args:
-        by_user: what the user says is per example; None to find it out from the first batch of a structure.
+        by_user: the user's ``batch_dims``; None to infer them from the first batch of a structure.
     """
 
     def __init__(self, by_user: Dims = None) -> None:
@@ -52,14 +54,14 @@ class BatchDims:
 
     @property
     def are_given(self) -> bool:
-        """Whether the user says what is per example."""
+        """Whether the user gave ``batch_dims``."""
         return self._by_user is not None
 
     def examples(self, batch: Any) -> int:
-        """The number of examples in a batch.
+        """Returns the number of examples in a batch.
 
         Raises:
-            TypeError, ValueError: that is not certain, or ``batch_dims`` do not fit.
+            TypeError, ValueError: the number is ambiguous, or ``batch_dims`` do not fit.
         """
         if self._by_user is not None:
             return _count(batch, self._by_user)
@@ -67,12 +69,12 @@ class BatchDims:
             try:
                 return _count(batch, self._seen)
             except (TypeError, ValueError):
-                pass  # of another structure than those before
+                pass  # its structure differs from that of the earlier batches
         self._seen = _Reading(batch).dims
         return _count(batch, self._seen)
 
     def cut(self, batch: Any, start: int, end: int) -> Any:
-        """Examples ``start`` to ``end`` of a batch whose examples were counted."""
+        """Returns examples ``start`` to ``end`` of a batch whose examples were counted."""
         return _cut(batch, self._by_user if self._by_user is not None else self._seen, start, end)
 
 
@@ -80,7 +82,7 @@ class BatchDims:
 
 
 def _pairs(value: Any, dims: Any, path: str) -> list[tuple[Any, Any, str]] | None:
-    """The entries of a structure with their dimensions and paths; None where ``dims`` are for all of it."""
+    """Returns the entries of a structure with their dimensions and paths, or None if ``dims`` are for the whole."""
     named = isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
     if _is_dim(dims) and (named or isinstance(value, Mapping)):
         dims = [dims] * len(value) if named else dict.fromkeys(value, dims)
@@ -105,7 +107,7 @@ def _is_dim(dims: Any) -> bool:
 
 
 def _sizes(value: Any, dims: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
-    """The number of examples that each part of a batch has which is per example, with the part's path."""
+    """Yields the path and the number of examples of each part of a batch that has a dimension."""
     pairs = _pairs(value, dims, path)
     if pairs is not None:
         for entry, entry_dims, entry_path in pairs:
@@ -148,17 +150,17 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
         raise TypeError(f"{path} is a {type(value).__name__}, which cannot be split ({error}): {_HOW}") from None
 
 
-# -- with dimensions that are found out ------------------------------------------------------------------
+# -- with inferred dimensions ----------------------------------------------------------------------------
 
 
 class _Reading:
-    """Finds out what of a batch is per example; see [Note: ready-made batches are not guessed].
+    """Infers the dimensions of a batch's examples; see [Note: ready-made batches are not guessed].
 
     Attributes:
-        dims: the dimensions that are per example, as a structure like the batch's.
+        dims: the dimensions of the examples, in a structure like the batch's.
 
     Raises:
-        TypeError: there is something that may be meant in several ways, or does not fit.
+        TypeError: a part is ambiguous, or does not fit.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -180,7 +182,7 @@ class _Reading:
                 raise TypeError(f"{first} {description}, but {path} {other}, so a batch cannot be split: {_HOW}")
 
     def _read(self, value: Any, path: str) -> Any:
-        """The dimensions of a value that are per example, if what has a size has as many examples as the others."""
+        """Returns the dimensions of a value, provided that all parts with a size have equally many examples."""
         if _has_dimensions(value):
             self._arrays.append((path, f"has shape {tuple(value.shape)}", int(value.shape[0])))
             return 0
@@ -200,7 +202,7 @@ class _Reading:
 
 
 def _refuse_either_way(value: Sequence[Any], path: str) -> None:
-    """Refuse what may be a list of examples as well as of fields."""
+    """Refuses a list that may hold examples as well as fields."""
     if value and all(isinstance(entry, Mapping) and set(entry) == set(value[0]) for entry in value):
         raise TypeError(
             f"{path} is a {type(value).__name__} of {len(value)} dicts with equal keys: one for each example, or "
@@ -220,13 +222,13 @@ def _has_dimensions(value: Any) -> bool:
 
 
 def _is_flat(value: Sequence[Any]) -> bool:
-    """Whether a list has nothing in it that could be cut itself, so that it is its entries that belong to examples."""
+    """Returns whether nothing in a list could be split itself, so that its entries belong to the examples."""
     return not hasattr(value, "_fields") and not any(
         isinstance(entry, (Mapping, list, tuple)) or _has_dimensions(entry) for entry in value
     )
 
 
 def _is_nested(value: Sequence[Any]) -> bool:
-    """Whether a list holds lists of other things than arrays."""
+    """Returns whether a list consists of lists that contain no arrays."""
     lists = all(isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields") for entry in value)
     return lists and not any(_has_dimensions(leaf) for leaf in trees.leaves(value))

@@ -1,8 +1,8 @@
-"""Datasets whose batches are shared out among the towers.
+"""Datasets whose batches are split among the towers.
 
 [Note: data is loaded on the CPU] A scope on a GPU makes it the default device, as ``torch.set_default_device`` does,
-and processes of a loader inherit it. But loaders draw from generators of the CPU, and pin tensors that lie there. So
-data is loaded with the CPU as default device.
+and the processes of a loader inherit it. But loaders draw from CPU generators and pin CPU tensors. Data is therefore
+loaded with the CPU as the default device.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ log = get_logger("mirrored")
 
 
 class DistributedDataset(ABC):
-    """Yields this tower's share of every global batch; made by ``strategy.distribute_dataset``.
+    """Yields this tower's share of every global batch. ``strategy.distribute_dataset`` creates it.
 
-    Iterating again is the next epoch, also after a loop that was left early; nobody calls ``set_epoch``. All
-    towers make the same number of steps. Batches are what the collate function makes, on the tower's device;
-    a share can be empty (what grows with the examples has size 0), or hold a stand-in, which counts nothing
-    (``stand_in=True``).
+    Each new iteration is the next epoch, even after a loop that ended early; ``set_epoch`` is not needed. All towers
+    run the same number of steps. Batches are the results of the collate function, on the tower's device. A share can be
+    empty: the dimensions that grow with the examples then have size 0. With ``stand_in=True``, it holds a stand-in
+    instead, which does not count.
 
     Args:
-        distribution: how batches are shared out.
-        settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
+        distribution: how batches are split.
+        settings: a description of the data and its batches, as JSON values. Towers compare it, and states contain it.
     """
 
     def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
@@ -53,7 +53,7 @@ class DistributedDataset(ABC):
         self._settings = settings
         self._epoch = 0
         self._step = 0
-        self._running: Epoch | None = None  # of the newest iterator, until it has come to its end
+        self._running: Epoch | None = None  # of the newest iterator, until it ends
         self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,7 +95,7 @@ class DistributedDataset(ABC):
         if self._running is epoch:
             self._epoch, self._step, self._running = epoch.number + 1, 0, None
 
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+    if not TYPE_CHECKING:  # otherwise, a type checker would accept any attribute
 
         def __getattr__(self, name):
             from mirrored.foreign_names import missing
@@ -110,25 +110,24 @@ class DistributedDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Steps of an epoch, the same on all towers.
+        """Returns the number of steps of an epoch, which is the same on all towers.
 
         Raises:
             TypeError: the data has no length.
         """
 
     def _begin(self, number: int) -> Epoch:
-        """The epoch of a number, whose order is found out once for all that needs it."""
+        """Returns the epoch with a number. The epoch stores its order for all later uses."""
         return Epoch(self._seed, number)
 
     @abstractmethod
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
-        """This tower's shares of the epoch's batches, from batch number ``first`` on."""
+        """Yields this tower's shares of the epoch's batches, from batch number ``first`` on."""
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs up to ``count`` (from 0) that are not done: ``for epoch in train.epochs(20):``.
+        """Yields the numbers of the epochs from 0 that are not done: ``for epoch in train.epochs(20):``.
 
-        In a run that is resumed the first is the epoch that was interrupted, whose loop then yields what is left of it,
-        perhaps nothing.
+        In a resumed run, the first is the interrupted epoch. Its loop yields the remaining batches, if any.
         """
         first = self._epoch + (self._running is not None)
         for epoch in range(first, count):
@@ -139,10 +138,10 @@ class DistributedDataset(ABC):
             yield epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch: seed, epoch and step, and the data and batches that they belong to.
+        """Returns the position of the next batch (seed, epoch and step), and a description of the data and batches.
 
-        Inside a loop, the batch in hand counts as done. Of several iterators the newest counts. After a loop that was
-        left early it still says where the loop was left: a run that is resumed from it finishes that epoch.
+        Inside a loop, the current batch counts as done. If there are several iterators, the newest counts. After a loop
+        that ended early, the state still has that position: a run that resumes from it finishes that epoch.
         """
         state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": dict(self._settings)}
         if self._step:
@@ -151,15 +150,17 @@ class DistributedDataset(ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
+        """Continues from the position of :meth:`state_dict`, on any number of towers. All towers load the same state.
 
-        Map-style data starts there at once; an iterable is read up to that place again. At the beginning of an epoch
-        data and batch size may be others than they were. In its middle they must be the same, so that no example comes
-        twice; but map-style data goes on with another batch size where a batch of it begins after the examples that
-        are done. States without ``data`` and ``order``, which older versions have saved, are not compared.
+        Map-style data starts at that position at once. An iterable is read again up to that position. At the start of
+        an epoch, the data and the batch size may differ from the saved ones. Within an epoch they must be the same, so
+        that no example is repeated. As an exception, map-style data may continue with another batch size that divides
+        the number of examples that are done. States without ``data`` and ``order``, from older versions, are not
+        compared.
 
         Raises:
-            ValueError: something is missing, not a whole number from 0, of other data, or the epoch has fewer steps.
+            ValueError: an entry is missing or is not a whole number from 0, the data differ, or the epoch has fewer
+                steps.
         """
         for key in ("seed", "epoch", "step"):
             if not isinstance(state.get(key), int) or (key != "seed" and state[key] < 0):
@@ -178,10 +179,10 @@ class DistributedDataset(ABC):
         self._saved_order = order if step else None
 
     def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
-        """The step, and the order, at which these batches go on after ``step`` of those that were ``saved``.
+        """Returns the step at which these batches continue after ``step`` ``saved`` batches, and the order to compare.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such step.
         """
         current = self._settings
         if step == saved.get("steps") and current.get("steps") is not None:
@@ -204,7 +205,7 @@ class DistributedDataset(ABC):
         return step, order
 
     def _check_agreement(self, epoch: Epoch, step: int) -> None:
-        """Check that all towers share out the same data in the same way, from the same place on."""
+        """Checks that all towers split the same data in the same way, from the same position."""
         if self._comm.size == 1:
             return
         place = {**self._settings, "seed": epoch.seed, "epoch": epoch.number, "step": step, "order": epoch.digest}
@@ -229,7 +230,7 @@ class DistributedDataset(ABC):
 
 
 def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, each loaded in a range of the profiler; see [Note: data is loaded on the CPU]."""
+    """Yields the same batches, each loaded in a range of the profiler; see [Note: data is loaded on the CPU]."""
     while True:
         on_cpu = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
         with range_("mirrored::data"), on_cpu:
@@ -240,16 +241,16 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's own settings, for a loader that loads other batches in the same way."""
+    """Returns a loader's own settings, for a loader that loads other batches in the same way."""
     workers = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(loader, name) for name in ("pin_memory", "timeout", *workers)}
 
 
 class MapDataset(DistributedDataset):
-    """Examples by index: each tower loads its own share only; where that is empty, the batch's first example.
+    """A dataset with indices. Each tower loads only its own share, or the batch's first example for an empty share.
 
     Attributes:
-        examples: how many the dataset has.
+        examples: the number of examples of the dataset.
     """
 
     def __init__(
@@ -282,10 +283,10 @@ class MapDataset(DistributedDataset):
 
 
 class _ShareSampler:
-    """Asks the loader for this tower's share of each global batch.
+    """Requests this tower's share of each global batch from the loader.
 
     Attributes:
-        place: where the next iteration begins, as :meth:`Order.batches` takes it.
+        place: the start of the next iteration, as the arguments of :meth:`Order.batches`.
     """
 
     def __init__(self, order: Order, cut: Cut) -> None:

@@ -1,4 +1,4 @@
-"""Makes distributed datasets of datasets, loaders, iterables and tensors."""
+"""Creates distributed datasets from datasets, loaders, iterables and tensors."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def distribute(
     stand_in: bool,
     batch_dims: Dims,
 ) -> DistributedDataset:
-    """The distributed dataset of what ``Strategy.distribute_dataset`` is given; its arguments are described there.
+    """Creates the distributed dataset for ``Strategy.distribute_dataset``, which describes the other arguments.
 
     Args:
-        default_seed: where neither ``seed`` nor a generator of a loader's says otherwise.
+        default_seed: the seed if neither ``seed`` nor a generator of the loader determines it.
     """
     distribution = distribution.of_dataset(stand_in)
     if batch_dims is not None and not (isinstance(dataset, DataLoader) and is_ready_made(dataset)):
@@ -74,8 +74,8 @@ def distribute(
         drop_last=drop_last,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers
-        # lies on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
+        # With workers, a thread of the loader pins batches; otherwise they are pinned when they are copied. Workers
+        # return CPU tensors. A dataset in the main process may return GPU tensors, which cannot be pinned.
         pin_memory=distribution.comm.device.type != "cpu" and num_workers > 0,
     )
     return _from_loader(distribution, loader, None, seed, None)
@@ -98,7 +98,7 @@ def _from_loader(
     if isinstance(loader.dataset, IterableDataset) or is_ready_made(loader):
         settings: dict[str, object] = {"global_batch_size": size, "drop_last": loader.drop_last}
         if isinstance(loader.dataset, IterableDataset):
-            settings["num_workers"] = loader.num_workers  # in whose order the examples come
+            settings["num_workers"] = loader.num_workers  # determines the order of the examples
         else:
             settings["sampler"] = type(loader.sampler).__name__
             with contextlib.suppress(TypeError):  # data without a length
@@ -106,7 +106,7 @@ def _from_loader(
         from mirrored.data.streams import StreamDataset
 
         return StreamDataset(distribution, loader, seed, settings, dims)
-    sampler = loader.sampler if size is not None else loader.batch_sampler  # the user's own batches, if these
+    sampler = loader.sampler if size is not None else loader.batch_sampler  # the latter yields the user's own batches
     if is_plain(sampler, loader.dataset):
         sampler = None
     shuffle = isinstance(loader.sampler, RandomSampler)
@@ -124,7 +124,7 @@ def _from_loader(
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:
-    """The seed of the generator that a loader, or its sampler, was given."""
+    """Returns the seed of the generator of a loader or its sampler, or the default."""
     inner = getattr(loader.batch_sampler, "sampler", None)
     for owner in (loader, loader.sampler, loader.batch_sampler, inner):
         generator = getattr(owner, "generator", None)
@@ -141,10 +141,10 @@ def _check_batch_size(size: object) -> None:
 
 
 def _say_if_again(distribution: Distribution, dataset: Any, seed: int) -> None:
-    """Say that data which are distributed anew, as in each epoch, begin with the order of the first epoch again."""
+    """Warns that shuffled data which are distributed again, as in each epoch, repeat the order of the first epoch."""
     shuffled = distribution.known.shuffled
     owner = next(iter(dataset.leaves())) if isinstance(dataset, Slices) else dataset
-    with contextlib.suppress(TypeError):  # a list takes no weak reference
+    with contextlib.suppress(TypeError):  # lists do not support weak references
         if seed in shuffled.get(owner, ()) and distribution.comm.index == 0:
             log.warning(
                 "distribute_dataset(…, shuffle=True) was called again for the same data, so the order of the "
@@ -155,7 +155,7 @@ def _say_if_again(distribution: Distribution, dataset: Any, seed: int) -> None:
 
 
 def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str) -> None:
-    """Say that towers will have nothing to do in some steps, which a model may not take."""
+    """Logs that towers will have no examples in some steps, which a model may not support."""
     comm, cut = distribution.comm, distribution.cut
     size, examples = settings["global_batch_size"], settings["examples"]
     if comm.index > 0 or not isinstance(size, int) or not isinstance(examples, int):

@@ -1,4 +1,4 @@
-"""Examples whose random augmentation depends on nothing but (seed, epoch, index)."""
+"""Examples whose random augmentation depends only on (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from towers.system import tree as trees
 
 
 class Slices:
-    """The examples of arrays that have one of each in their first dimension, as ``tf.data`` slices them.
+    """The examples along the first dimension of arrays, as ``tf.data`` slices them.
 
     Args:
-        arrays: tensors and arrays in tuples, named tuples and dicts; examples have this structure, too.
+        arrays: tensors and arrays in tuples, named tuples and dicts. Examples have this structure, too.
 
     Raises:
-        TypeError: there is something else in it, or a single number.
-        ValueError: not all have one length.
+        TypeError: ``arrays`` contains another object, or a single number.
+        ValueError: the lengths differ.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -46,7 +46,7 @@ class Slices:
         return self._length
 
     def leaves(self) -> Iterator[Any]:
-        """The arrays."""
+        """Yields the arrays."""
         return trees.leaves(self._arrays)
 
     def __getitem__(self, index: int) -> Any:
@@ -54,7 +54,7 @@ class Slices:
 
 
 def as_slices(dataset: Any) -> Any:
-    """A tuple or dict with tensors in it as :class:`Slices`; anything else as it is."""
+    """Returns a tuple or dict that contains tensors as :class:`Slices`, and any other object unchanged."""
     if not isinstance(dataset, (tuple, Mapping)):
         return dataset
     has_arrays = any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in trees.leaves(dataset))
@@ -62,10 +62,10 @@ def as_slices(dataset: Any) -> Any:
 
 
 def refuse_columns(dataset: list[Any]) -> None:
-    """Refuse a list of whole arrays (inputs, labels) that are to be collated, as if each were an example.
+    """Refuses a list of whole arrays (inputs, labels) that would be collated as if each array were an example.
 
     Raises:
-        ValueError: the first two are arrays of one length and of different shapes.
+        ValueError: the first two entries are arrays of equal length and different shapes.
     """
     first = [tuple(entry.shape) for entry in dataset[:2] if is_array(entry) and entry.ndim]
     if len(first) == 2 and first[0][0] == first[1][0] and first[0] != first[1]:
@@ -76,7 +76,7 @@ def refuse_columns(dataset: list[Any]) -> None:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of tuples and dicts with their paths; a list is a leaf."""
+    """Yields the leaves of tuples and dicts with their paths. A list is a leaf."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _leaves(entry, f"{path}[{key!r}]")
@@ -94,9 +94,9 @@ class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
-        indices: those of the share's examples; where it has none, the batch's first example's, from which an empty
-            batch or a stand-in is made.
-        total: examples of all towers together.
+        indices: the indices of the share's examples. For an empty share: the index of the batch's first example, from
+            which an empty batch or a stand-in is made.
+        total: the number of examples of all towers together.
     """
 
     seed: int
@@ -108,11 +108,11 @@ class Request(NamedTuple):
 class SeededExamples:
     """A map-style dataset that seeds the random generators before every example.
 
-    So an example is augmented alike whichever tower loads it, in whichever loader worker, beside whichever
-    others; and loading in the main process leaves the model's random streams alone.
+    An example is therefore augmented identically, whichever tower or loader worker loads it, and whichever examples are
+    loaded with it. Loading in the main process does not change the model's random streams.
 
     Args:
-        dataset: has ``__getitem__``; ``__getitems__`` is not used, since its examples would share a stream.
+        dataset: has ``__getitem__``. ``__getitems__`` is not used, since its examples would share a stream.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -123,7 +123,7 @@ class SeededExamples:
         return len(self.dataset)
 
     def __getitems__(self, request: Request) -> tuple[Request, list[Any]]:
-        """The request, and its examples."""
+        """Returns the request and its examples."""
         if self._plain:
             return request, [self.dataset[index] for index in request.indices]
         with _own_randomness():
@@ -135,15 +135,15 @@ class SeededExamples:
 
 
 def _own_randomness() -> contextlib.AbstractContextManager[None]:
-    """A context in which generators may be seeded: outside of loader workers their states are restored after it."""
+    """Returns a context for seeding generators. Outside loader workers, their states are restored after it."""
     return contextlib.nullcontext() if get_worker_info() is not None else seeds.undisturbed()
 
 
 class CollatedParts(NamedTuple):
-    """A share whose virtual towers' parts were collated one by one, since they may be padded differently, say.
+    """A share whose virtual towers' parts were collated separately, for example because they are padded differently.
 
     Attributes:
-        collated: all examples of the share, collated once more.
+        collated: all examples of the share, collated together.
         parts: the batches of the virtual towers that have examples.
     """
 
@@ -151,17 +151,17 @@ class CollatedParts(NamedTuple):
     parts: tuple[Any, ...]
 
     def pieces(self) -> Pieces:
-        """What stands in each part for the arrays and structures of the share."""
+        """Returns the values of each part that correspond to the arrays and structures of the share."""
         pieces: Pieces = {}
         _pair(self.collated, self.parts, pieces)
         return pieces
 
 
 def _pair(value: Any, parts: Sequence[Any], pieces: Pieces) -> None:
-    """Add the pieces of a value, and of the values in it."""
+    """Adds the pieces of a value, and of the values in it."""
     if not is_array(value) and (not isinstance(value, (Mapping, list, tuple)) or not value):
         return
-    pieces[id(value)] = value, parts  # with it, so that nothing else gets its id
+    pieces[id(value)] = value, parts  # keeps the value alive, so that no other object gets its id
     if isinstance(value, Mapping):
         for key in value:
             _pair(value[key], [part[key] for part in parts], pieces)
@@ -171,24 +171,24 @@ def _pair(value: Any, parts: Sequence[Any], pieces: Pieces) -> None:
 
 
 class PartCollate:
-    """A collate function with a random stream of its own for every part of a batch (masking, mixing of examples).
+    """A collate function with a separate random stream for every part of a batch (masking, mixing of examples).
 
-    Parts are the towers' shares, or the virtual towers' parts of them: what is drawn, and how far a part is padded,
-    must not depend on how many towers there are. Neither the model's random streams nor the data's are touched.
+    Parts are the towers' shares, or the virtual towers' parts of the shares. The random draws and the padding of a part
+    must not depend on the number of towers. The random streams of the model and of the data do not change.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut) -> None:
         self._collate_fn = collate_fn
         self._cut = cut
-        self._is_custom = collate_fn is not default_collate  # whose parts can be cut out of the share's batch, too
+        self._is_custom = collate_fn is not default_collate  # parts of its batches can be sliced
 
     def collate(self, examples: list[Any], total: int, seeds_of: Callable[[int], int]) -> Batch:
-        """One batch, or a :class:`CollatedParts`, and the share that it is.
+        """Returns a batch or a :class:`CollatedParts`, and its share.
 
         Args:
-            examples: the share's examples; where it has none, the batch's first.
-            total: how many examples the global batch has.
-            seeds_of: a seed for the part that begins with a certain one of the examples.
+            examples: the share's examples; for an empty share, the batch's first example.
+            total: the number of examples of the global batch.
+            seeds_of: returns the seed of the part that starts at an index of ``examples``.
 
         Raises:
             TypeError: an empty batch cannot be made.
@@ -218,7 +218,7 @@ class PartCollate:
 
 
 class MapCollate(PartCollate):
-    """Collates a share of what :class:`SeededExamples` gives (for map-style datasets)."""
+    """Collates a share that :class:`SeededExamples` returns (for map-style datasets)."""
 
     def __call__(self, loaded: tuple[Request, list[Any]]) -> Batch:
         request, examples = loaded
@@ -230,10 +230,10 @@ class MapCollate(PartCollate):
 
 
 class StreamCollate(PartCollate):
-    """Collates this tower's share out of the list of a global batch's examples (for iterable datasets).
+    """Collates this tower's share from the list of a global batch's examples (for iterable datasets).
 
-    What collating draws depends on the share, so it is kept off the stream that the examples are drawn from,
-    which must stay the same on all towers.
+    Random draws during collation depend on the share. They therefore do not use the stream from which examples are
+    drawn, which must stay the same on all towers.
     """
 
     def __call__(self, examples: list[Any]) -> Batch:

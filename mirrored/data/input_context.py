@@ -10,9 +10,9 @@ class InputContext:
     """The argument of the function of ``distribute_datasets_from_function``, which is called once on each tower.
 
     Attributes:
-        num_input_pipelines: how many pipelines there are: one per tower.
-        input_pipeline_id: this one's index.
-        num_replicas_in_sync: how many towers train together.
+        num_input_pipelines: the number of pipelines, one per tower.
+        input_pipeline_id: this pipeline's index.
+        num_replicas_in_sync: the number of towers that train together.
     """
 
     num_input_pipelines: int
@@ -20,7 +20,7 @@ class InputContext:
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch size of each tower.
+        """Returns the batch size of each tower.
 
         Raises:
             ValueError: ``global_batch_size`` is not divisible by the number of towers.

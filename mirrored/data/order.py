@@ -1,10 +1,10 @@
-"""The one global order of examples, and its cut into global batches, that all towers share.
+"""The global order of examples and its split into global batches, which are the same on all towers.
 
 [Note: orders are compared] Towers that draw different orders would train on some examples twice. An order from (seed,
-epoch) needs no comparison; of all others a digest is in the announcement that begins an epoch. The same digest is in
-the state of a dataset in mid-epoch, so a resumed run finds out that a sampler or a split is another one. The contents
-of streams are not compared, only how many examples each batch has: augmented floating-point numbers may differ in a
-last bit between processors.
+epoch) needs no comparison. For every other order, the announcement at the start of an epoch contains a digest. Within
+an epoch, the state of a dataset contains the same digest, so a resumed run detects that a sampler or a split has
+changed. The contents of streams are not compared, only the number of examples of each batch: augmented floating-point
+numbers may differ in a last bit between processors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mirrored import seeds
 
 
 class Epoch:
-    """One epoch of a distributed dataset: what its order of examples and its random numbers follow from.
+    """One epoch of a distributed dataset, which determines its order of examples and its random numbers.
 
     Args:
         sampler: a source of indices, or of batches of them; None for an order from (seed, number).
-        dataset: the indices of a ``Subset`` (in a ``Subset`` …) say which examples it has.
+        dataset: the data; the digest includes the indices of its ``Subset``, even if they are nested.
 
     Attributes:
         seed: the seed of the data.
-        number: how many epochs were before.
-        sampled: all that the sampler gives in this epoch, the same on every tower; None without a sampler.
+        number: the number of earlier epochs.
+        sampled: all that the sampler yields in this epoch, the same on every tower; None without a sampler.
     """
 
     def __init__(self, seed: int, number: int, sampler: Iterable[Any] | None = None, dataset: object = None) -> None:
@@ -43,11 +43,11 @@ class Epoch:
         self._subsets = list(_subsets(dataset))
 
     def seed_of(self, purpose: str) -> int:
-        """The seed of this epoch's random numbers for one purpose."""
+        """Returns the seed of this epoch's random numbers for one purpose."""
         return seeds.mix(self.seed, purpose, self.number)
 
     def _sample(self, sampler: Iterable[Any]) -> list[Any]:
-        """A sampler's own generator keeps its seed and its place."""
+        """Returns the indices that a sampler yields. The sampler's own generator keeps its seed and its position."""
         tell_epoch(sampler, self.number)
         owners = (sampler, getattr(sampler, "sampler", None))
         generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
@@ -65,7 +65,7 @@ class Epoch:
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """A digest of the order; None where settings say all. See [Note: orders are compared]."""
+        """A digest of the order, or None if the settings determine it. See [Note: orders are compared]."""
         if self.sampled is None and not self._subsets:
             return None
         digest = hashlib.blake2b(digest_size=16)
@@ -75,7 +75,7 @@ class Epoch:
 
 
 def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
-    """The indices of all subsets that a dataset is made of."""
+    """Yields the indices of all subsets in a dataset."""
     if isinstance(dataset, Subset):
         yield dataset.indices
         yield from _subsets(dataset.dataset)
@@ -85,7 +85,7 @@ def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
 
 
 def _bytes_of(indices: Sequence[Any] | None) -> bytes:
-    """Bytes that differ between different orders; indices are mostly whole numbers, of which there may be millions."""
+    """Returns bytes that differ between different orders. Most indices are whole numbers, possibly millions of them."""
     try:
         numbers = np.asarray(indices)
     except ValueError:  # batches of different sizes
@@ -104,11 +104,11 @@ class Order:
     """The global batches of example indices of every epoch.
 
     Attributes:
-        length: number of examples.
-        batch_size: examples per global batch; None where ``sampler`` yields batches.
-        shuffle: a new permutation every epoch.
-        drop_last: leave out an incomplete last batch.
-        sampler: another source of indices than 0 … length - 1, or their permutation.
+        length: the number of examples.
+        batch_size: the number of examples per global batch; None if ``sampler`` yields batches.
+        shuffle: whether every epoch has a new permutation.
+        drop_last: whether an incomplete last batch is dropped.
+        sampler: a source of indices that replaces 0 … length - 1 or their permutation.
     """
 
     length: int
@@ -124,14 +124,14 @@ class Order:
         return entries // self.batch_size if self.drop_last else -(-entries // self.batch_size)
 
     def epoch(self, seed: int, number: int, dataset: object) -> Epoch:
-        """An epoch of the dataset, for which the sampler is asked once."""
+        """Returns an epoch of the dataset, with the indices of one iteration over the sampler."""
         epoch = Epoch(seed, number, self.sampler, dataset)
         if self.batch_size is None:
             epoch.sampled = [list(batch) for batch in epoch.sampled or []]
         return epoch
 
     def batches(self, epoch: Epoch, first: int) -> Iterator[list[Any]]:
-        """An epoch's global batches from number ``first`` on. Skipping loads nothing."""
+        """Yields an epoch's global batches from number ``first`` on. Skipped batches are not loaded."""
         if self.batch_size is None:
             yield from (epoch.sampled or [])[first:]
             return
@@ -146,18 +146,18 @@ class Order:
 
 
 def tell_epoch(source: object, epoch: int) -> None:
-    """Call ``set_epoch`` where a source of data, or its sampler, has it."""
+    """Calls ``set_epoch`` of a source of data and of its sampler, if they have it."""
     for owner in (source, getattr(source, "sampler", None)):
         if (set_epoch := getattr(owner, "set_epoch", None)) is not None:
             set_epoch(epoch)
 
 
 def is_ready_made(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's batches are made by its dataset."""
+    """Returns whether a loader's dataset yields batches."""
     return loader.batch_size is None and loader.batch_sampler is None
 
 
 def is_plain(sampler: Any, dataset: Any) -> bool:
-    """Whether a loader's sampler does what one of the two does that DataLoader makes itself for ``shuffle``."""
+    """Returns whether a loader's sampler is equivalent to a sampler that DataLoader itself creates for ``shuffle``."""
     own = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
     return own and len(sampler) == len(sampler.data_source) == len(dataset)

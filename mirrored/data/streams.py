@@ -24,17 +24,17 @@ from towers.errors import DisagreementError
 def _counted(
     comm: Communicator, source: Iterable[Any], stream: seeds.Stream, kind: str, count: Callable[[Any], int]
 ) -> Iterator[tuple[int, Any, list[int]]]:
-    """Numbers from 0 and batches, each with every tower's number of examples in it, until no tower has one.
+    """Yields numbers from 0, a batch, and every tower's number of examples in it, until no tower has a batch.
 
-    So the towers agree at every step whether there is a next batch, and how many examples it has.
+    The towers thus agree at every step whether there is a next batch, and on its number of examples.
 
     Args:
         stream: the random numbers of ``source``.
         kind: the data's name in messages.
-        count: the number of examples of a batch; a tower without a batch counts -1, and has None.
+        count: returns the number of examples of a batch. A tower without a batch has None and the number -1.
 
     Raises:
-        TypeError, ValueError: on all towers, when one of them cannot count.
+        TypeError, ValueError: on all towers: ``count`` fails on one of them.
     """
     with stream:
         batches = iter(source)
@@ -60,18 +60,18 @@ def _counted(
 class StreamDataset(DistributedDataset):
     """An iterable dataset: every tower reads the whole stream and keeps its share of each global batch.
 
-    The stream must be the same on all towers; it runs on random streams seeded alike everywhere. Whether
-    there is a next batch, and how many examples it has, is agreed at every step.
+    The stream must be the same on all towers. It uses random streams with the same seed on every tower. At every step,
+    the towers agree whether there is a next batch, and on its number of examples.
 
     Args:
-        dims: what of a batch that comes ready made is per example; None to find it out.
+        dims: the batch dimensions of ready-made batches; None to infer them.
     """
 
     def __init__(
         self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
         super().__init__(distribution, seed, settings)
-        self._loader = copy.copy(loader)  # a script's own one is the key under which this object is found
+        self._loader = copy.copy(loader)  # the script's loader is the key under which this object is found
         self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
         self._sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
 
@@ -79,7 +79,7 @@ class StreamDataset(DistributedDataset):
         return len(self._loader)
 
     def _begin(self, number: int) -> Epoch:
-        sampler = self._sampler if isinstance(self._sampler, Sized) else None  # another one may never end
+        sampler = self._sampler if isinstance(self._sampler, Sized) else None  # others may never end
         return Epoch(self._seed, number, sampler, self._loader.dataset)
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
@@ -93,7 +93,7 @@ class StreamDataset(DistributedDataset):
             sampler=self._sampler if epoch.sampled is None else epoch.sampled,
             collate_fn=collate,
             generator=torch.Generator().manual_seed(epoch.seed_of("loader")),
-            # Workers that live on would keep the dataset, and the random streams, of their first epoch.
+            # Persistent workers would keep the dataset, and the random streams, of their first epoch.
             **(settings_of(source) | {"persistent_workers": False}),
         )
         stream = seeds.Stream(epoch.seed_of("stream"))
@@ -104,10 +104,10 @@ class StreamDataset(DistributedDataset):
                 yield ready_made.share(batch, totals[0]) if ready_made is not None else batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
-        """Check that all towers find as many examples in a batch.
+        """Checks that all towers count equally many examples in a batch.
 
         Raises:
-            DisagreementError: they find different numbers.
+            DisagreementError: the numbers differ.
         """
         if min(totals) == max(totals):
             return
@@ -124,10 +124,10 @@ class StreamDataset(DistributedDataset):
 
 
 class ReadyMade:
-    """Cuts batches that come ready made into shares.
+    """Splits ready-made batches into shares.
 
     Args:
-        dims: what of a batch is per example.
+        dims: the batch dimensions; None to infer them.
     """
 
     def __init__(self, cut: Cut, dims: Dims) -> None:
@@ -136,19 +136,19 @@ class ReadyMade:
         self.examples = self._dims.examples
 
     def share(self, batch: Any, total: int) -> Batch:
-        """This tower's share of a global batch, whose examples were counted."""
+        """Returns this tower's share of a global batch whose examples were counted."""
         start, end = self._cut.bounds(total)
         if start == end:
             return self.nothing(batch, total)
         return self.uncut(self._dims.cut(batch, start, end), end - start, total)
 
     def nothing(self, batch: Any, total: int) -> Batch:
-        """A share without examples, in the form of a batch whose examples were counted."""
+        """Returns a share without examples, or a stand-in, in the form of a batch whose examples were counted."""
         stand_in = self._cut.stand_in and total > 0 and self.examples(batch) > 0
         return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._cut.stand_in)
 
     def uncut(self, share: Any, local: int, total: int) -> Batch:
-        """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
+        """Returns a whole share. If the user gave ``batch_dims``, its virtual towers' parts are split accordingly."""
         batch = share
         if self._cut.virtual and self._dims.are_given:
             cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
@@ -157,13 +157,13 @@ class ReadyMade:
 
 
 class PipelineDataset(DistributedDataset):
-    """Batches that each tower's own pipeline makes; the pipelines may have different lengths.
+    """Batches of each tower's own pipeline. The pipelines may have different lengths.
 
-    Towers whose pipeline has ended go on with empty shares until all have ended. Each runs on a random stream of its
-    own, another one in every epoch.
+    A tower whose pipeline has ended continues with empty shares until all have ended. Each pipeline draws from its own
+    random stream, which is a different one in every epoch.
 
     Args:
-        dims: what of a batch is per example; None to find it out.
+        dims: the batch dimensions; None to infer them.
     """
 
     def __init__(self, distribution: Distribution, pipeline: Iterable[Any], seed: int, dims: Dims) -> None:
@@ -176,13 +176,13 @@ class PipelineDataset(DistributedDataset):
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         tell_epoch(self._pipeline, epoch.number)
-        # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
+        # A separate stream, so that a run that resumes within the epoch reads the same order again.
         stream = seeds.Stream(seeds.mix(epoch.seed, "pipeline", self._comm.index, epoch.number))
         template: Any = None
         count = self._ready_made.examples
         for step, batch, counts in _counted(self._comm, self._pipeline, stream, "a dataset from a function", count):
             if step == 0 and min(counts) < 0:
-                # No batch to take the shapes of an empty share from; all towers see it in the same step.
+                # No batch has the shapes of an empty share. All towers detect this in the same step.
                 empty = ", ".join(str(tower) for tower, count in enumerate(counts) if count < 0)
                 raise ValueError(f"the pipeline of tower {empty} has no batch at all; each needs at least one")
             local, total = counts[self._comm.index], sum(max(each, 0) for each in counts)

@@ -1,4 +1,4 @@
-"""Moving batches to the tower's device, ahead of their use."""
+"""Moves batches to the tower's device before they are used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from towers.system.host_copy import pinned
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches with their tensors on ``device``.
+    """Yields the same batches with their tensors on ``device``.
 
-    On an accelerator the next batch is copied on a stream of its own while the current one is used (from pinned
-    memory, so that the copy really runs beside); on the CPU nothing is done. What is no strided tensor of the CPU is
+    On an accelerator, the next batch is copied on a separate stream while the current one is used. The copy is from
+    pinned memory, so that it runs in parallel. On the CPU, nothing is done. All values except strided CPU tensors are
     moved when the batch is handed over.
     """
     if device.type == "cpu":
@@ -41,12 +41,12 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.Stream:
-    """One for all epochs: memory that was allocated on a stream is used again on that stream only."""
+    """Returns the stream for all epochs. Memory that was allocated on a stream is reused on that stream only."""
     return torch.Stream(device)
 
 
 def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """A packed sequence is moved as one: it keeps its batch sizes on the CPU."""
+    """Applies ``fn`` to all leaves. A packed sequence is moved as one leaf: it keeps its batch sizes on the CPU."""
     return trees.map_leaves(fn, batch, leaf=PackedSequence)
 
 
@@ -57,12 +57,12 @@ def _copy_ahead(leaf: Any, device: torch.device) -> Any:
 
 
 def _is_plain(leaf: Any, kind: str) -> bool:
-    known = type(leaf) in (Tensor, Parameter)  # others may have ways of their own
+    known = type(leaf) in (Tensor, Parameter)  # subclasses may have their own methods
     return known and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _hand_over(batch: Batch, copied: torch.Event, device: torch.device) -> Batch:
-    """Let the model's stream wait for the copy, and keep the memory until the model has used it."""
+    """Makes the model's stream wait for the copy, and keeps the memory until the model has used it."""
     stream = torch.accelerator.current_stream(device)
     stream.wait_event(copied)
     for leaf in trees.leaves(batch[0]):

@@ -1,7 +1,7 @@
-"""Towers whose share of a batch is empty: what they get, and what keeps it from being counted.
+"""Towers whose share of a batch is empty: the batches that they receive, and why these do not count.
 
-Such a tower gets a batch of no examples (:mod:`mirrored.empty_shares.empty_batch`) or, for models that cannot take one,
-a stand-in (:mod:`mirrored.empty_shares.stand_in`), which must not move running statistics either
-(:mod:`mirrored.empty_shares.statistics`). A loss of no examples is an exact zero by itself (:mod:`mirrored.losses`).
-Nothing of this is imported before a tower has such a share.
+Such a tower receives a batch without examples (:mod:`mirrored.empty_shares.empty_batch`). For models that do not
+support one, it receives a stand-in (:mod:`mirrored.empty_shares.stand_in`), which must not change running statistics
+(:mod:`mirrored.empty_shares.statistics`). A loss without examples is an exact zero by itself (:mod:`mirrored.losses`).
+These modules are imported only when a tower has such a share.
 """

@@ -1,11 +1,12 @@
-"""Batches of no examples, for towers whose share of a batch is empty.
+"""Batches without examples, for towers whose share of a batch is empty.
 
-[Note: one example and two] The collate function shows what a batch without examples looks like: it is called for one
-example and for two copies of it, and the two batches are compared. A dimension of a tensor, or the length of a list,
-that has grown belongs to the examples, so it is 0 in a batch of none; what is the same in both stays. (Cutting a batch
-of one example at 0 left a ghost in every list that was taken for a structure.) A size may grow by an offset (the places
-at which sequences begin are one more than the sequences), so the size for none is 2 · one − two. The second example is
-a copy, since padding must not depend on another one. Numbers that have doubled are counts.
+[Note: one example and two] The collate function shows the form of a batch without examples. It is called with one
+example and with two copies of it, and the two batches are compared. A dimension of a tensor, or the length of a list,
+that has grown belongs to the examples, so it is 0 in an empty batch. Everything that is equal in both stays. Slicing a
+batch of one example at 0 is not used: it left a phantom example in every list that was treated as a structure. A size
+may have an offset: the offsets of sequences have one entry more than the sequences. The size for none is therefore 2 ·
+one − two. The second example is a copy, since padding must not depend on another example. Numbers that have doubled are
+counts.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _WHOLE = (str, bytes, bool, type(None), torch.dtype, torch.device)
 
 
 class _NoEmptyForm(Exception):
-    """A part of a batch cannot be empty; the message is a clause that names it."""
+    """A part of a batch cannot be empty. The message is a clause that names the part."""
 
 
 def empty_batch(collate: Callable[[list[Any]], Any], example: Any, tower: int) -> Any:
-    """The batch that ``collate`` would make of no examples; see [Note: one example and two].
+    """Returns the batch that ``collate`` would make of no examples; see [Note: one example and two].
 
     Args:
         collate: makes a batch of a list of examples; called twice.
-        example: any one of the data; it is copied, since collate functions may change what they are given.
-        tower: this one, for messages.
+        example: any example of the data. It is copied, since collate functions may change their arguments.
+        tower: this tower's index, for messages.
 
     Raises:
         TypeError: a part of its batches cannot be empty, such as a packed sequence.
@@ -59,12 +60,12 @@ def empty_batch(collate: Callable[[list[Any]], Any], example: Any, tower: int) -
 def _copied(example: Any) -> Any:
     try:
         return copy.deepcopy(example)
-    except Exception:  # whatever an object of the user's raises: most collate functions change nothing
+    except Exception:  # a user's object may raise anything; most collate functions change nothing
         return example
 
 
 def narrow(array: Any, dim: int, start: int, end: int) -> Any:
-    """Entries ``start`` to ``end`` of a tensor or array along a dimension."""
+    """Returns entries ``start`` to ``end`` of a tensor or array along a dimension."""
     if isinstance(array, np.ndarray):
         return array[(slice(None),) * (dim % array.ndim) + (slice(start, end),)]
     if array.layout is torch.strided:
@@ -73,7 +74,7 @@ def narrow(array: Any, dim: int, start: int, end: int) -> Any:
 
 
 class _Comparison:
-    """Compares a batch of one example with one of two.
+    """Compares a batch of one example with a batch of two.
 
     Attributes:
         has_grown: whether anything was larger in the batch of two.
@@ -82,7 +83,7 @@ class _Comparison:
     has_grown = False
 
     def empty(self, single: Any, double: Any, path: str) -> Any:
-        """A value in the batch of no examples that is ``single`` in that of one and ``double`` in that of two."""
+        """Returns the value in an empty batch that is ``single`` in a batch of one and ``double`` in a batch of two."""
         if type(single) is not type(double):
             raise _NoEmptyForm(
                 f"{path} is a {type(single).__name__} with one example, and a {type(double).__name__} with two"
@@ -109,14 +110,14 @@ class _Comparison:
         return self._object(single, double, path)
 
     def _size(self, single: int, double: int) -> int:
-        """The size for no examples, where there may be an offset: see [Note: one example and two]."""
+        """Returns the size for no examples, even if it has an offset: see [Note: one example and two]."""
         if double <= single:
             return single
         self.has_grown = True
         return max(0, 2 * single - double)
 
     def _counts(self, single: Any, double: Any) -> bool:
-        """Whether numbers count something in the examples, such as words: twice as much in two equal ones."""
+        """Returns whether numbers count something in the examples, such as words: two equal examples double them."""
         if single.shape != double.shape:
             return False
         if isinstance(single, Tensor):
@@ -149,13 +150,13 @@ class _Comparison:
         return empty
 
     def _object(self, single: Any, double: Any, path: str) -> Any:
-        """Anything else: cut if it has a length that has grown, as a data frame has, and kept if it is the same."""
+        """Returns any other object: sliced if its length has grown, as a data frame's, unchanged if both are equal."""
         kind = type(single).__name__
         try:
             if hasattr(single, "__len__") and len(double) > len(single):
                 return single[: self._size(len(single), len(double))]
             if single is double or (not isinstance(single, (set, frozenset)) and bool(single == double)):
                 return single
-        except Exception as error:  # whatever an object of the user's raises
+        except Exception as error:  # a user's object may raise anything
             raise _NoEmptyForm(f"{path} is a {kind}, which cannot be split ({error})") from None
         raise _NoEmptyForm(f"{path} is a {kind}, which cannot be split")

@@ -1,16 +1,17 @@
-"""Stand-ins (elsewhere: dummy batches), which towers without examples get for models that cannot take an empty batch.
+"""Stand-ins (elsewhere: dummy batches), for towers without examples whose model does not support an empty batch.
 
-``distribute_dataset(…, stand_in=True)`` gives such a tower one example of another tower's. The model computes on it, so
-that all towers make the same calls, and nothing counts it: losses of ``compute_average_loss`` are an exact zero whose
-gradients are zeros, metrics are not updated, batch norms over the global batch leave its values out, and the running
-statistics of other normalisation layers are put back. What a script counts itself, another loss, a statistic of a layer
-of its own, goes through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, knows nothing of it.
+``distribute_dataset(…, stand_in=True)`` gives such a tower one example of another tower. The model computes on it, so
+that all towers run the same collectives, but it does not count. Losses of ``compute_average_loss`` are an exact zero
+whose gradients are zeros, and metrics are not updated. Batch norms over the global batch leave out its values, and the
+running statistics of other normalisation layers are restored. Everything that a script counts itself (another loss, a
+statistic of a custom layer) must pass through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, treats a
+stand-in as an ordinary example.
 
-[Note: a stand-in counts nothing, by slicing] Its loss is ``losses[:0].sum()``: values that are not finite stay out, and
-backward runs through the whole model with zeros, so that all towers make the same collectives. In synchronised batch
-norm it is an empty share beside values that are normalised by constants. Running statistics are put back, and no other
-buffers: spectral norm's vectors, averages of parameters and queues that are filled from all towers have to move on one
-tower as on the others, and nothing tells them from statistics.
+[Note: a stand-in counts nothing, by slicing] Its loss is ``losses[:0].sum()``. Values that are not finite are left out,
+and backward runs through the whole model with zeros, so that all towers run the same collectives. In synchronised batch
+norm it is an empty share whose values are normalised by constants. Only running statistics are restored. Other buffers
+must change on one tower as on the others: vectors of spectral norm, averages of parameters, queues that are filled from
+all towers. Nothing distinguishes such buffers from statistics.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ from towers.system import tree as trees
 
 
 def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
-    """The values without the entries of a stand-in, for what a script counts itself.
+    """Returns the values without the entries of a stand-in, for quantities that a script counts itself.
 
-    On a tower whose batch is a stand-in (``distribute_dataset(…, stand_in=True)``) they have no entries, on all others
-    they are unchanged: ``logits, y = mirrored.drop_stand_in(logits, y)``, before they are added up or gathered.
+    On a tower whose batch is a stand-in (``distribute_dataset(…, stand_in=True)``), the returned values have no
+    entries. On all others they are unchanged. Call it before the values are summed or gathered, for example as
+    ``logits, y = mirrored.drop_stand_in(logits, y)``.
 
     Args:
-        values: tensors and arrays, which are cut along ``dim``; lists, which are emptied; tuples and dicts of these.
+        values: tensors and arrays, which are sliced along ``dim``; lists, which are emptied; tuples and dicts of these.
         dim: the dimension of the examples.
-        batch: something of the distributed batch that the values were computed from; needed where a step has several.
+        batch: an object of the distributed batch from which the values were computed. It is necessary if a step has
+            several.
 
     Returns:
         The value, or a tuple of the values if there are several.
 
     Raises:
         TypeError: a value has no entries, such as a sum.
-        ValueError: the step has several batches, and to which the values belong cannot be told.
+        ValueError: the step has several batches, and it is ambiguous to which of them the values belong.
     """
     if not values:
         raise TypeError("drop_stand_in was given no value")
@@ -72,7 +75,7 @@ def _without_entries(value: Any, dim: int) -> Any:
 
 
 def _entries(values: Any, dim: int) -> int | None:
-    """The number of entries of the first tensor, array or list."""
+    """Returns the number of entries of the first tensor, array or list."""
     for leaf in values:
         if isinstance(leaf, (Tensor, np.ndarray)):
             return int(leaf.shape[dim]) if leaf.ndim else None
@@ -84,17 +87,17 @@ def _entries(values: Any, dim: int) -> int | None:
 
 
 def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what: str, batch: Any = None) -> bool:
-    """Whether values that were computed in a step come from a stand-in.
+    """Returns whether values that were computed in a step are a stand-in's.
 
     Args:
-        values: if anything of a distributed batch is among them, that batch decides, else those given to ``run``, else
-            the one in hand.
-        entries: how many entries the values have, which decides among several batches.
-        what: the name that messages give them.
-        batch: something of the distributed batch they belong to, if the script says so; ``()`` if to none.
+        values: if they contain an object of a distributed batch, that batch decides. Otherwise, the batches in the
+            arguments of ``run`` decide. Without these, the batch whose loop is running decides.
+        entries: the number of entries of the values, which decides between several batches.
+        what: the name of the values in messages.
+        batch: an object of the distributed batch of the values, if the script names it; ``()`` if they belong to none.
 
     Raises:
-        ValueError: that cannot be told.
+        ValueError: it is ambiguous.
     """
     known = strategy.known_shares
     if not known.has_stand_in:
@@ -119,14 +122,14 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
 
 
 def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> bool:
-    """Whether losses, which were computed from some values, come from a stand-in.
+    """Returns whether losses, which were computed from some values, are a stand-in's.
 
     Args:
-        counted: whether the number of losses counts; what counts for itself must be of a batch that may be a stand-in
-            on some tower, in every step.
+        counted: whether the number of losses enters the divisor. Otherwise, if a batch of the step may be a stand-in on
+            some tower, the losses must have as many entries as one of the step's batches.
 
     Raises:
-        ValueError: it cannot be told.
+        ValueError: it is ambiguous.
     """
     shares = replica.strategy.known_shares.at_hand(replica.arguments) if batch is None and not counted else []
     if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
@@ -141,9 +144,9 @@ def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: Repli
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
-    """Extend a built-in exception's message, where a share has no examples: this may be the cause, and what to do.
+    """Adds to a built-in exception's message, if a share has no examples, that this may be the cause, and the remedy.
 
-    Exceptions of other classes, whose messages may mean something to a program, stay as they are.
+    Exceptions of other classes are unchanged, because a program may depend on their messages.
     """
     if type(error).__module__ != "builtins" or not any(share.total and not share.entries for share in shares):
         return

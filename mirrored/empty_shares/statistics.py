@@ -1,4 +1,4 @@
-"""Running statistics that a stand-in must not move."""
+"""Running statistics that a stand-in must not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from towers.system.torch_private import NormBase
 
 
 def takes_statistics_of_all_towers(module: nn.Module) -> bool:
-    """Whether a layer's running statistics are those of the global batch."""
+    """Returns whether a layer's running statistics are those of the global batch."""
     return isinstance(module, nn.SyncBatchNorm) or getattr(module, "takes_statistics_of_all_towers", False)
 
 
@@ -22,14 +22,15 @@ def takes_statistics_of_all_towers(module: nn.Module) -> bool:
 def statistics_kept(
     roots: Callable[[], Iterator[tuple[str, nn.Module]]], before_step: list[Callable[[Optimizer], object]]
 ) -> Iterator[None]:
-    """Inside, a stand-in may go through normalisation layers; their running statistics are the same after it.
+    """Restores the running statistics of normalisation layers after a stand-in passes through them.
 
-    Those that all towers compute together are left alone, and so are other buffers: whether they follow the examples
-    (statistics) or the steps (the vectors of spectral norm, averages of parameters) cannot be told.
+    Layers whose statistics all towers compute together are left alone. So are other buffers, because nothing shows
+    whether they depend on the examples (statistics) or on the steps (vectors of spectral norm, averages of parameters).
 
     Args:
-        roots: returns the names and modules in which the layers are.
-        before_step: called when an optimizer is about to step: the script may copy the model then.
+        roots: returns the names and modules that contain the layers.
+        before_step: listeners that are called when an optimizer is about to step, since the script may copy the model
+            then.
     """
     kept = [
         (tensor, tensor.clone())
@@ -43,7 +44,7 @@ def statistics_kept(
     @torch.no_grad()
     def put_back(optimizer: Optimizer | None = None) -> None:
         for tensor, value in kept:
-            tensor.data.copy_(value)  # without a new version: backward may be yet to come
+            tensor.data.copy_(value)  # without a new version, because backward may still follow
 
     before_step.append(put_back)
     try:

@@ -1,6 +1,6 @@
-"""An evaluator beside a training: it watches the folder of checkpoints, and evaluates each new one.
+"""An evaluator in parallel with a training: it watches the folder of checkpoints, and evaluates each new one.
 
-:mod:`.watching` finds new checkpoints and holds them, and :mod:`.evaluator` evaluates them and keeps the table.
+:mod:`.watching` finds new checkpoints and holds them. :mod:`.evaluator` evaluates them and keeps the table.
 """
 
 from mirrored.evaluation.evaluator import EarlyStopping, EvalSpec, Evaluator, Exporter, TrainSpec, is_evaluator

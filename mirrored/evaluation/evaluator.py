@@ -1,4 +1,4 @@
-"""The evaluator: evaluates each new checkpoint, and keeps a table of the results; beside a training, or in turns.
+"""The evaluator: evaluates each new checkpoint, in parallel with a training or in turns, and keeps a table.
 
 ::
 
@@ -6,17 +6,17 @@
         step-00000120/
         best/                    or best-NAME: a checkpoint that an exporter keeps
         evaluation/              or evaluation-NAME
-            metrics.jsonl        the table: one JSON object a line
+            metrics.jsonl        the table: one JSON object per line
             best/model.safetensors
-            events.out.tfevents…   where tensorboard is installed
+            events.out.tfevents…   if tensorboard is installed
 
-[Note: the table is the memory] An evaluator that was killed and is started again reads its table: what was evaluated is
-not evaluated again, and the best so far stays the best. A row is written last, so that a checkpoint is exported twice
-rather than never. Checkpoints are told apart by the SHA-256 of their tensors: a run that went back to an earlier step
-writes others under the same names.
+[Note: the table is the memory] An evaluator that was killed and is started again reads its table. It does not repeat
+evaluations, and the best result so far stays the best. A row is written last: a checkpoint may be exported twice, but
+it is never left out. Checkpoints are identified by the SHA-256 of their tensors: a run that went back to an earlier
+step writes different checkpoints under the same names.
 
-[Note: towers decide alike] All towers have the same rows, and metrics that are compared. So each decides by itself, and
-an error is one on all of them. The chief alone watches, and writes.
+[Note: towers decide alike] All towers have the same rows, and metrics that are compared. Each tower therefore decides
+independently, and an error occurs on all of them. Only the chief watches and writes.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ Row = dict[str, Any]
 
 
 def is_evaluator(strategy: Strategy) -> bool:
-    """Whether this process is to evaluate: it is the task ``evaluator`` of TF_CONFIG, or ``mirrored evaluate``'s.
+    """Returns whether this process must evaluate: as the task ``evaluator`` of TF_CONFIG, or in ``mirrored evaluate``.
 
-    TF_CONFIG counts with strategies that do not read it, too, such as MirroredStrategy.
+    TF_CONFIG counts even with strategies that do not read it, such as MirroredStrategy.
     """
     return "evaluator" in (os.environ.get("MIRRORED_TASK"), *(each.task_type for each in _resolvers(strategy)))
 
@@ -74,13 +74,13 @@ def _resolvers(strategy: Strategy) -> list[ClusterResolver]:
 
 @dataclasses.dataclass(frozen=True)
 class Exporter:
-    """Exports weights, in place of those before: of every checkpoint, or of each that is better than all before.
+    """Exports the weights of every checkpoint, or of each that is better than all before, over the previous export.
 
     Args:
-        name: of the folder with the weights. A checkpoint that was chosen by a metric is itself kept under that name,
-            too, for ``CheckpointManager.restore``; an evaluation that has a name adds it ("best-NAME").
-        metric: a name in what the evaluation returns; default: every checkpoint is exported.
-        higher_is_better: default: lower is.
+        name: the name of the folder with the weights. A checkpoint that was chosen by a metric is itself kept under
+            that name, for ``CheckpointManager.restore``. An evaluation with a name adds its name ("best-NAME").
+        metric: a name among the returned metrics. By default, every checkpoint is exported.
+        higher_is_better: whether higher values are better. By default, lower values are.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Exporter:
     higher_is_better: bool = False
 
     def chooses(self, rows: Sequence[Row]) -> bool:
-        """Whether the last row's checkpoint is to be exported."""
+        """Returns whether the checkpoint of the last row must be exported."""
         if self.metric is None:
             return True
         return _best(rows, self.metric, self.higher_is_better) is rows[-1] and not math.isnan(rows[-1][self.metric])
@@ -96,14 +96,14 @@ class Exporter:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stops training when a metric has not become better for so many steps, as TensorFlow's hooks do.
+    """Stops training when a metric has not improved for a number of steps, as TensorFlow's hooks do.
 
-    ``stop_if_no_decrease_hook`` is this one; ``stop_if_no_increase_hook`` has ``higher_is_better=True``. What was
-    evaluated before the step last went down does not count: the run has gone back, or begun anew.
+    ``stop_if_no_decrease_hook`` is this class; ``stop_if_no_increase_hook`` has ``higher_is_better=True``. Evaluations
+    before the last decrease of the step do not count, because the run went back or was started again.
 
     Args:
-        metric: a name in what the evaluation returns.
-        max_steps: how many steps of training without a better value.
+        metric: a name among the returned metrics.
+        max_steps: the number of training steps without a better value after which training stops.
         min_steps: evaluations of earlier steps do not count.
     """
 
@@ -113,7 +113,7 @@ class EarlyStopping:
     higher_is_better: bool = False
 
     def reason(self, rows: Sequence[Row]) -> str:
-        """Why training is to stop after the evaluation of the last row; empty: it goes on."""
+        """Returns why training must stop after the evaluation of the last row. Empty: it continues."""
         last = rows[-1]["step"]
         since = max((i for i in range(1, len(rows)) if rows[i]["step"] < rows[i - 1]["step"]), default=0)
         counted = [row for row in rows[since:] if self.min_steps <= row["step"] < last]
@@ -122,7 +122,7 @@ class EarlyStopping:
 
 
 def _best(rows: Sequence[Row], metric: str, higher_is_better: bool) -> Row:
-    """The first row with the best value; NaN is the worst.
+    """Returns the first row with the best value. NaN is the worst value.
 
     Raises:
         ValueError: the last row does not have the metric.
@@ -135,32 +135,32 @@ def _best(rows: Sequence[Row], metric: str, higher_is_better: bool) -> Row:
 
 @dataclasses.dataclass
 class Evaluator:
-    """Evaluates each new checkpoint of a run, beside it, until the run has ended. (TensorFlow's ``SidecarEvaluator``.)
+    """Evaluates each new checkpoint of a run, in parallel with it, until it ends. (TensorFlow's ``SidecarEvaluator``.)
 
-    All towers of the evaluator make the same calls. ::
+    All towers of the evaluator must make the same calls. ::
 
         evaluator = Evaluator(strategy, "results/run", {"model": model}, evaluate)
         if is_evaluator(strategy):
             evaluator.run()
 
     Args:
-        strategy: that of the evaluator's own towers.
-        folder: that of the run's CheckpointManager, which may not be there yet.
-        models: by their names in the checkpoint, all that are evaluated.
-        evaluate: returns the metrics, numbers by name, the same on all towers (see ``strategy.reduce``). It is called
+        strategy: the strategy of the evaluator's own towers.
+        folder: the folder of the run's CheckpointManager, which may not exist yet.
+        models: all models that are evaluated, by their names in the checkpoint.
+        evaluate: returns the metrics as numbers by name, the same on all towers (see ``strategy.reduce``). It is called
             without gradients, and with the models in eval mode.
-        name: of this evaluation, where a run has several.
-        exporters: say of which checkpoints the weights are exported.
-        stop: says when training is to stop early.
-        timeout_seconds: how long it waits for a new checkpoint.
-        throttle_secs: where towers train and evaluate in turns (:func:`train_and_evaluate`), how long they train
-            between two evaluations at least, but for the last. An evaluator of its own evaluates each checkpoint.
+        name: the name of this evaluation, if a run has several.
+        exporters: decide for which checkpoints the weights are exported.
+        stop: decides when training stops early.
+        timeout_seconds: the longest wait for a new checkpoint.
+        throttle_secs: the shortest training time in seconds between two evaluations, except before the last, if towers
+            train and evaluate in turns (:func:`train_and_evaluate`). A separate evaluator evaluates each checkpoint.
 
     Attributes:
         rows: the table.
 
     Raises:
-        ValueError: there is no folder, or something has no proper name.
+        ValueError: the folder is missing, or a name is invalid.
     """
 
     strategy: Strategy
@@ -200,12 +200,13 @@ class Evaluator:
         return f"{exporter.name}-{self.name}" if self.name else exporter.name
 
     def run(self) -> list[Row]:
-        """Evaluate every new checkpoint until the run has ended; returns the table.
+        """Evaluates every new checkpoint until the run has ended, and returns the table.
 
         Raises:
-            CheckpointError: no checkpoint has come in time, one does not fit the models, or another process evaluates.
-            TypeError, ValueError: the evaluation returns no metrics, or not the one that is asked for.
-            DisagreementError: it returns others on some tower.
+            CheckpointError: no checkpoint arrived in time, a checkpoint does not fit the models, or another process
+                evaluates.
+            TypeError, ValueError: the evaluation returns no metrics, or not the required one.
+            DisagreementError: the metrics differ between towers.
         """
         self._open()
         new: Iterator[Any] = itertools.repeat(None)
@@ -218,11 +219,11 @@ class Evaluator:
         return self.rows
 
     def of_chief(self, value: Any) -> Any:
-        """The chief's value, on all towers; a path becomes a text."""
+        """Returns the chief's value on all towers. A path becomes a string."""
         return announce(self.strategy.communicator, "evaluates checkpoints", value)[0]
 
     def _open(self) -> None:
-        """Read the table; see [Note: the table is the memory]."""
+        """Reads the table; see [Note: the table is the memory]."""
         if self.strategy.is_chief and self._lock is None:
             for path in (self._folder.path, self._output):
                 path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -234,7 +235,7 @@ class Evaluator:
             if is_new:
                 self._folder.clean()
             if (table := self._output / TABLE).exists():
-                *lines, unfinished = table.read_bytes().split(b"\n")  # of a process that was killed
+                *lines, unfinished = table.read_bytes().split(b"\n")  # the last line of a process that was killed
                 os.truncate(table, table.stat().st_size - len(unfinished))
                 self.rows = [json.loads(line) for line in lines]
             if importlib.util.find_spec("tensorboard") is not None:
@@ -244,10 +245,10 @@ class Evaluator:
         self.rows = self.of_chief(self.rows)
 
     def evaluate_one(self, path: pathlib.Path) -> str:
-        """Evaluate a checkpoint, unless it is damaged or was evaluated before; all towers call it.
+        """Evaluates a checkpoint, unless it is damaged or was evaluated before. All towers must call it.
 
         Returns:
-            Why training is to stop early; empty: it goes on.
+            The reason why training must stop early. Empty: it continues.
         """
         self._open()
         try:
@@ -278,7 +279,7 @@ class Evaluator:
         return reason
 
     def _agreed(self, call: str, metrics: Any, row: Row) -> dict[str, float]:
-        """The metrics as numbers; where they are none, or differ between towers, it is an error on all of them."""
+        """Returns the metrics as numbers, or raises an error on all towers if they differ or are not numbers."""
         comm, values = self.strategy.communicator, dict[str, float]()
         for name, value in metrics.items() if isinstance(metrics, Mapping) else [("", metrics)]:
             try:
@@ -292,7 +293,7 @@ class Evaluator:
         return values
 
     def _write(self, path: pathlib.Path, values: Mapping[str, float], chosen: Sequence[Exporter]) -> None:
-        """Export the checkpoint of the last row, and write that row."""
+        """Exports the checkpoint of the last row, and writes that row."""
         for exporter in chosen:
             for name, model in self.models.items():
                 save_weights(model, self._output / exporter.name / f"{name}.safetensors")
@@ -309,7 +310,7 @@ class Evaluator:
 
 
 EvalSpec = Evaluator
-"""TensorFlow's name for what :func:`train_and_evaluate` evaluates by."""
+"""TensorFlow's name for the evaluation of :func:`train_and_evaluate`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,9 +319,9 @@ class TrainSpec:
 
     Args:
         train_step: is called in ``strategy.run`` with each batch.
-        data: what ``strategy.distribute_dataset`` returns; its epochs follow each other.
-        max_steps: the step after which training has ended, those before a restart included; at least 1.
-        objects: what a checkpoint holds beside the models and the data: optimizers, schedules.
+        data: the result of ``strategy.distribute_dataset``. Its epochs follow each other.
+        max_steps: the step after which training ends, at least 1. Steps before a restart count.
+        objects: the objects of a checkpoint in addition to the models and the data: optimizers, schedules.
     """
 
     train_step: Callable[..., Any]
@@ -330,16 +331,16 @@ class TrainSpec:
 
 
 def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: Any) -> list[Row]:
-    """Train up to a step, save checkpoints and evaluate them; started again, it goes on from the newest checkpoint.
+    """Trains up to a step, saves checkpoints and evaluates them. If it is run again, it resumes from the newest one.
 
-    In a cluster with an ``evaluator`` task, that task evaluates and the others train. Else all towers train and
-    evaluate in turns: where a checkpoint was saved, and at the end. (TensorFlow's ``tf.estimator.train_and_evaluate``.)
+    In a cluster with an ``evaluator`` task, that task evaluates and the others train. Otherwise, all towers train and
+    evaluate in turns: after a checkpoint was saved, and at the end. (TensorFlow's ``tf.estimator.train_and_evaluate``.)
 
     Args:
-        options: those of :class:`mirrored.CheckpointManager`: ``every_steps``, ``every_seconds``, ``keep``, ….
+        options: options of :class:`mirrored.CheckpointManager`: ``every_steps``, ``every_seconds``, ``keep``, ….
 
     Returns:
-        The evaluation's table; empty where another task evaluates.
+        The evaluation's table. Empty if another task evaluates.
 
     Raises:
         CheckpointError, TypeError, ValueError: see :class:`mirrored.CheckpointManager` and :class:`Evaluator`.
@@ -356,7 +357,7 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
     in_turns = not any("evaluator" in each.cluster_spec() for each in _resolvers(strategy))
     pause = Deadline(0)
     with manager.resume():
-        for _ in data.epochs(max_steps + 1):  # as each has a step, but perhaps what is left of one
+        for _ in data.epochs(max_steps + 1):  # each has a step, except perhaps the rest of an interrupted epoch
             if manager.steps >= max_steps:
                 break
             for batch in itertools.islice(data, max_steps - manager.steps):
@@ -366,7 +367,7 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
                     pause = Deadline(eval_spec.throttle_secs)
                     manager.wait()
                     if eval_spec.evaluate_one(manager.folder / name_of(manager.steps)):
-                        raise TrainingStopped  # which saves, too
+                        raise TrainingStopped  # this also saves
                 saved.clear()
         if not manager.steps:
             raise ValueError(f"the data of TrainSpec have no batch, but max_steps is {max_steps}")

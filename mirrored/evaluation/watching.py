@@ -1,12 +1,14 @@
-"""Watching a folder of checkpoints.
+"""Watches a folder of checkpoints.
 
-[Note: new checkpoints are held] A run keeps its newest checkpoints only, and an evaluation may take longer than that.
-So a thread looks ten times a second, and makes hard links of each new checkpoint's files in a folder of the watcher's.
-They stay until the checkpoint was read, whenever the run prunes its own. They take no time, and space on the disk only
-from then on. A checkpoint has its name only when it is complete, so what is held is complete, too.
+[Note: new checkpoints are held] A run keeps only its newest checkpoints, and an evaluation may take longer than that. A
+thread therefore scans the folder ten times a second, and hard-links the files of each new checkpoint into the watcher's
+folder. The links stay until the checkpoint was read, even if the run prunes its own files. Hard links take no time, and
+they use disk space only after that pruning. A checkpoint has its name only when it is complete, so held checkpoints are
+complete, too.
 
-[Note: an end that was there before] A note that the run has ended may be an earlier run's: the one that is watched is
-just starting, and will remove it. So such a note counts only when it has been there for a minute, and until it goes.
+[Note: an end that was there before] A note that the run has ended may be from an earlier run: the watched run is just
+starting, and will remove it. Such a note counts only after a minute (or ``timeout_seconds``, if shorter), and only
+while it still exists.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from towers.system.timeouts import Deadline, clock
 log = get_logger("mirrored")
 
 PAUSE = 0.1
-"""Seconds between two looks."""
+"""Seconds between two scans."""
 _GRACE = 60.0
 
 
@@ -40,30 +42,31 @@ def checkpoints_iterator(
     ::
 
         for path in mirrored.evaluation.checkpoints_iterator("results/run", "results/held"):
-            if path is not None:  # results/held/…/step-00000100, there until the next one is asked for
+            if path is not None:  # results/held/…/step-00000100, which exists until the next iteration
                 print(mirrored.load_weights(model, path))
 
-    None that was there for a second is missed, however long the caller takes. (A network file system may show it
-    later.) Where there is no new one yet, it yields None ten times a second. It ends when the run has ended, as
-    ``CheckpointManager.resume`` writes down, or when no new one has come for too long.
+    Every checkpoint that exists for at least a second is found, however long the caller takes. (A network file system
+    may show it later.) While there is no new one, it yields None ten times a second. It ends when
+    ``CheckpointManager.resume`` has recorded the end of the run, or when no new checkpoint arrived in time.
 
     Args:
-        folder: where a CheckpointManager writes, or will write.
-        held: a folder for this iterator alone, best on the same file system: else it has to copy. It is emptied.
-        timeout_seconds: how long it waits for a new checkpoint.
+        folder: the folder in which a CheckpointManager writes, or will write.
+        held: a folder for this iterator only, which is emptied. It should be on the same file system; otherwise,
+            checkpoints are copied.
+        timeout_seconds: the longest wait for a new checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint at all has come in time.
+        CheckpointError: no checkpoint at all arrived in time.
     """
     source, own = Folder(pathlib.Path(folder), Disk()), pathlib.Path(held)
     found, has_ended, closes = deque[pathlib.Path](), threading.Event(), threading.Event()
     before = source.note(ENDED)
-    shutil.rmtree(own, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(own, ignore_errors=True)  # left by a process that was killed
     own.mkdir(parents=True)
     wait, grace, count = Deadline(timeout_seconds), Deadline(min(_GRACE, timeout_seconds)), 0
 
     def hold_new() -> None:
-        """See [Note: new checkpoints are held] and [Note: an end that was there before]."""
+        """Links new checkpoints; see [Note: new checkpoints are held] and [Note: an end that was there before]."""
         seen, numbers, warned, is_old = set[tuple[int, int, int]](), itertools.count(), set[pathlib.Path](), True
         while not closes.is_set():
             note, misses = source.note(ENDED), False
@@ -92,7 +95,7 @@ def checkpoints_iterator(
     thread.start()
     try:
         while found or not wait.has_passed():
-            ends = has_ended.is_set()  # what was there then is found by now
+            ends = has_ended.is_set()  # every checkpoint that existed then is found by now
             if found:
                 count += 1
                 yield found[0]

@@ -1,4 +1,4 @@
-"""Keras 3 on torch: ``compile`` and ``fit`` on all towers, with the losses and weights that one device would have.
+"""Keras 3 on torch: ``compile`` and ``fit`` on all towers, with the losses and weights of one device.
 
 .. code-block:: python
 
@@ -11,21 +11,21 @@
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     model.fit(x, y, batch_size=64, epochs=5)  # the global batch size
 
-Importing it changes Keras' trainer, for models that were made in a strategy's scope (or given to ``strategy.mirror``);
-all others train as before. ``docs/how-to/keras.md`` says what is the same as in ``tf.distribute`` and what is not.
+The import changes Keras' trainer for models that were created in a strategy's scope (or passed to ``strategy.mirror``).
+All other models train as before. ``docs/how-to/keras.md`` lists the differences from ``tf.distribute``.
 
 [Note: examples are weighted] Keras' code computes means of a batch's losses, of a metric's values and of moving
-statistics. A tower computes them over its share, unchanged. What makes them those of the global batch is one weight,
-the share's fraction of the examples: gradients are summed with it (where backward begins, :mod:`mirrored.keras.steps`),
-and so are moving statistics (:mod:`mirrored.keras.statistics`); metrics carry their counts with them
-(:mod:`mirrored.keras.metrics`). So whatever a ``train_step`` does with a mean, in Keras or in torch, is right, also
-where the shares are of different sizes. Only sums, and means over something that is not an example (entries of a mask,
-weights), have to be changed (:mod:`mirrored.keras.losses`).
+statistics. A tower computes them over its share, unchanged. One weight, the share's fraction of the examples, turns
+them into means of the global batch. Gradients are summed with this weight at the start of backward
+(:mod:`mirrored.keras.steps`), and so are moving statistics (:mod:`mirrored.keras.statistics`). Metrics contain their
+counts (:mod:`mirrored.keras.metrics`). Any use of a mean in a ``train_step``, in Keras or in torch, is therefore right,
+even if shares have different sizes. Only sums, and means over entries that are not examples (entries of a mask,
+weights), must be changed (:mod:`mirrored.keras.losses`).
 
-[Note: Keras is patched] Keras has no place for a strategy in its torch trainer. Each function that is replaced
-(:func:`mirrored.keras.patching.around`) calls the original, and does nothing else for models without a strategy. The
-versions that this was tried with are named below; others are refused, since Keras 3.16 wraps models in
-``DistributedDataParallel`` as soon as there is a process group.
+[Note: Keras is patched] Keras' torch trainer has no support for strategies. Each replaced function
+(:func:`mirrored.keras.patching.around`) calls the original, and does nothing more for models without a strategy. The
+tested versions are given below; others are refused. Keras 3.16 wraps models in ``DistributedDataParallel`` if a process
+group exists.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FIRST, _END = (3, 13), (3, 16)
 
 
 def _check_keras() -> None:
-    """Check that Keras is there, on torch, in a version that is known.
+    """Checks that Keras is installed, uses torch, and has a supported version.
 
     Raises:
-        ImportError: it is not.
+        ImportError: one of these is not the case.
     """
     chosen = os.environ.setdefault("KERAS_BACKEND", "torch")
     if chosen != "torch" and "keras" not in sys.modules:

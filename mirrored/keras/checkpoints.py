@@ -1,9 +1,9 @@
-"""Checkpoints of ``fit``, from which a run goes on in the middle of an epoch.
+"""Checkpoints of ``fit``, from which a run resumes within an epoch.
 
-[Note: the place in an epoch] Data adapters of Keras have no place that could be saved. So what is saved is how the
-generators stood when the epoch began, and how many batches are done. A run that is resumed begins the epoch with these
-generators, which gives the same order, reads the batches that are done without using them, and goes on with the
-generators as they stood at the checkpoint.
+[Note: the place in an epoch] Data adapters of Keras have no position that could be saved. A checkpoint therefore
+contains the states of the generators at the start of the epoch, and the number of finished batches. A resumed run
+starts the epoch with these generators, which gives the same order. It reads the finished batches without using them,
+and continues with the generators of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ State = dict[str, Any]
 
 
 def state_of(optimizer: Any) -> State:
-    """The variables of a Keras optimizer, by name.
+    """Returns the variables of a Keras optimizer, by name.
 
     Raises:
-        ValueError: it has none yet.
+        ValueError: it has no variables yet.
     """
     if not optimizer.built:
         raise ValueError(
@@ -41,10 +41,10 @@ def state_of(optimizer: Any) -> State:
 
 
 def set_state_of(optimizer: Any, state: State) -> None:
-    """Give a Keras optimizer a state of :func:`state_of`.
+    """Sets the state of a Keras optimizer to a result of :func:`state_of`.
 
     Raises:
-        ValueError: it is one of another optimizer.
+        ValueError: the state belongs to another optimizer.
     """
     variables = {variable.path: variable for variable in optimizer.variables}
     if different := sorted(variables.keys() ^ state.keys()):
@@ -58,20 +58,21 @@ keras.optimizers.Optimizer.load_state_dict = set_state_of
 
 
 class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves the whole state of ``fit`` in a folder; the same script, started again, goes on from the newest.
+    """Saves the whole state of ``fit`` in a folder. If the same script is run again, it resumes from the newest state.
 
-    As ``keras.callbacks.BackupAndRestore``, but in the middle of an epoch, and to the weights of the run that was not
-    interrupted: model, optimizer, metrics, callbacks (their numbers, texts, lists and arrays), random numbers of every
-    tower, and the place in the data. Files are written while training goes on. On SIGTERM, SIGINT and SIGHUP the towers
-    finish their batch, save, and end with exit code 75 (:class:`mirrored.CheckpointManager`). Data of a Python
-    generator, which cannot begin again, is refused.
+    It works like ``keras.callbacks.BackupAndRestore``, but also within an epoch, and ends with the weights of a run
+    without interruption. The state is the model, the optimizer, metrics, callbacks (their numbers, strings, lists and
+    arrays), the random numbers of every tower, and the position in the data. Files are written while training
+    continues. On SIGTERM, SIGINT and SIGHUP, the towers finish their batch, save, and end with exit code 75
+    (:class:`mirrored.CheckpointManager`). Data from a Python generator, which cannot start again, is refused.
 
     Args:
-        folder: is made when it is missing. One run at a time writes there.
-        every_steps: saves after so many batches; default: when the run ends, or a signal asks for it.
-        every_seconds: saves when so much time has passed.
-        memory_every_steps: keeps a snapshot in memory after so many batches, for jobs with ``restarts``.
-        keep: how many of the newest are kept, at least 2.
+        folder: is created if it does not exist. Only one run at a time may write there.
+        every_steps: the number of batches between saves. By default, it saves only at the end of the run or after a
+            signal.
+        every_seconds: the number of seconds between saves.
+        memory_every_steps: the number of batches between snapshots in memory, for jobs with ``restarts``.
+        keep: the number of newest checkpoints to keep, at least 2.
 
     Attributes:
         manager: the :class:`mirrored.CheckpointManager`, during ``fit``.
@@ -99,12 +100,12 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._resumes = False
 
     def begin(self, model: Any, training: Training, x: Any, callbacks: list[Any], stack: contextlib.ExitStack) -> None:
-        """``fit`` begins.
+        """Prepares the callback at the start of ``fit``.
 
         Args:
-            x: its data.
-            callbacks: the others.
-            stack: is left when ``fit`` ends, whatever ends it.
+            x: the data of ``fit``.
+            callbacks: the other callbacks.
+            stack: is closed when ``fit`` ends, with or without an exception.
         """
         dataset = data.distributed(training.strategy, x) if isinstance(x, data.LOADERS) else None
         self._progress = _Progress(model, training, dataset, callbacks)
@@ -141,17 +142,17 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._progress.epoch, self._progress.batch, self._progress.place = epoch + 1, 0, None
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._resumes:  # there was nothing left to do
+        if self._resumes:  # no batch was left
             self._progress.show_history()
         set_first_epoch(self.model, None)
 
 
 class _Progress:
-    """What of ``fit`` is neither model nor optimizer.
+    """The state of ``fit`` except model and optimizer.
 
     Attributes:
-        epoch, batch: how many are done, batches of the current epoch.
-        place: the states of the generators when the epoch began; None between epochs.
+        epoch, batch: the number of finished epochs, and of finished batches of the current epoch.
+        place: the states of the generators at the start of the epoch; None between epochs.
     """
 
     def __init__(
@@ -168,17 +169,17 @@ class _Progress:
         self._history: State = {}
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins."""
+        """Records the start of an epoch."""
         self.epoch, self.batch = epoch, 0
         self.place = generators.state(self.training.strategy.device)
         if self._dataset is not None:
             state = self._dataset.state_dict()
-            if state["step"]:  # of the epoch before
+            if state["step"]:  # the state of the previous epoch
                 state = {"seed": state["seed"], "epoch": state["epoch"] + 1, "step": 0, "data": state["data"]}
             self._data = state
 
     def go_on(self) -> None:
-        """The epoch begins in which the checkpoint was saved; see [Note: the place in an epoch]."""
+        """Resumes the epoch in which the checkpoint was saved; see [Note: the place in an epoch]."""
         for variable in self._model.metrics_variables:
             if variable.path in self._metrics:
                 variable.assign(self._metrics[variable.path])
@@ -195,11 +196,11 @@ class _Progress:
         data.running.skip = self.batch, lambda: generators.put(now, device)
 
     def show_history(self) -> None:
-        """Let the model's history be that of the whole run; Keras' callback has begun another one."""
+        """Replaces the model's history, which Keras' callback has restarted, by the history of the whole run."""
         vars(self._model.history).update(self._history)
 
     def state_dict(self) -> State:
-        """All towers call it."""
+        """Returns the state. All towers must call it."""
         if self.training.several:
             self.training.reduce()
         return {
@@ -222,12 +223,12 @@ class _Progress:
             vars(callback).update(attributes)
 
 
-# min_delta: Keras turns its sign when a callback first compares, which it does once more in a run that is resumed.
+# min_delta: Keras changes its sign when a callback first compares, and would do so again in a resumed run.
 _NOT_STATE = {"params", "_model", "verbose", "validation_data", "min_delta"}
 
 
 def _simple(attributes: State) -> State:
-    """The attributes of an object that are numbers, texts, arrays, and lists and dicts of these."""
+    """Returns the attributes of an object that are numbers, strings, arrays, and lists and dicts of these."""
     return {name: value for name, value in attributes.items() if name not in _NOT_STATE and _is_simple(value)}
 
 

@@ -1,4 +1,4 @@
-"""A monitor of ``fit``: reports of how fast it goes, and of which tower is slowest."""
+"""A monitor of ``fit``: reports the speed of training, and the slowest tower."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mirrored.keras.training import Training
 
 
 class Monitor(keras.callbacks.Callback):  # type: ignore[misc]
-    """Follows ``fit`` by a :class:`mirrored.Monitor`.
+    """Follows ``fit`` with a :class:`mirrored.Monitor`.
 
-    The loss is the mean since the epoch began, as in Keras' progress bar, beside which nothing else should be shown:
-    ``show=False``, or ``fit(verbose=2)``.
+    The loss is the mean since the start of the epoch, as in Keras' progress bar. Disable one of the two displays, with
+    ``show=False`` or ``fit(verbose=2)``.
 
     Args:
-        every: batches from one report to the next.
-        settings: the others of :class:`mirrored.Monitor`, but ``total`` and ``loss``.
+        every: the number of batches between reports.
+        settings: the other arguments of :class:`mirrored.Monitor`, except ``total`` and ``loss``.
 
     Attributes:
         monitor: the :class:`mirrored.Monitor` of the last ``fit``.
@@ -29,7 +29,7 @@ class Monitor(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._settings = {"every": every, **settings}
         self.monitor: monitor.Monitor | None = None
-        self.training: Training | None = None  # which fit gives it
+        self.training: Training | None = None  # fit sets it
 
     def on_train_begin(self, logs: Any = None) -> None:
         strategy = strategy_of(self.model)
@@ -38,7 +38,7 @@ class Monitor(keras.callbacks.Callback):  # type: ignore[misc]
                 "mirrored.keras.Monitor was given to the fit of a model that belongs to no strategy: make the model "
                 "inside 'with strategy.scope():'"
             )
-        if self.monitor is not None:  # of a fit that was interrupted
+        if self.monitor is not None:  # from a fit that was interrupted
             self.monitor.stop()
         total = (self.params["steps"] or 0) * self.params["epochs"] or None
         self.monitor = made = monitor.Monitor(strategy, total=total, loss="mean", **self._settings)
@@ -48,7 +48,7 @@ class Monitor(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         assert self.monitor is not None
         share = self.training.newest_share if self.training is not None else None
-        loss = (logs or {}).get("loss") if self.monitor.is_due else None  # else it may be an older batch's
+        loss = (logs or {}).get("loss") if self.monitor.is_due else None  # otherwise, it may be an older batch's
         self.monitor.step(loss, examples=share.total if share is not None else None)
 
     def on_train_end(self, logs: Any = None) -> None:

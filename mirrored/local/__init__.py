@@ -1,1 +1,1 @@
-"""Local steps: towers step by themselves, and average parameters every few steps (docs/advanced/slow-networks.md)."""
+"""Local steps: towers step independently, and average parameters every few steps (docs/advanced/slow-networks.md)."""

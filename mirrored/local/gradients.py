@@ -1,4 +1,4 @@
-"""Gradients that stay each tower's own."""
+"""Gradients that are not averaged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from towers.system.named import Named
 
 
 class LocalGradients(GradientAverager):
-    """Averages nothing, and takes notice of backwards: an averager without parameters.
+    """An averager without parameters: it averages nothing, and only records backward passes.
 
-    It makes no collectives, so it needs no channel of its own.
+    It runs no collectives, so it does not need its own channel.
 
     Attributes:
-        trained: whether there was a backward, outside of ``no_sync``, since the owner has set this to False.
+        trained: whether a backward outside ``no_sync`` occurred since the owner set this to False.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""The ways of synchronising towers that step by themselves, and what they cannot be combined with."""
+"""How towers that step independently synchronise, and which options this excludes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _REFUSED = {
 
 
 def nesterov(anchors: Iterable[nn.Parameter]) -> Optimizer:
-    """The outer optimizer of the paper on DiLoCo (arXiv:2311.08105): SGD, lr 0.7, Nesterov momentum 0.9."""
+    """Returns the outer optimizer of the DiLoCo paper (arXiv:2311.08105): SGD, lr 0.7, Nesterov momentum 0.9."""
     return torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Every ``every`` training steps the parameters become their mean over the towers (arXiv:1805.09767).
+    """Replaces the parameters by their mean over the towers every ``every`` training steps (arXiv:1805.09767).
 
     Args:
-        every: steps from one synchronisation to the next, at least 1.
+        every: the number of steps between synchronisations, at least 1.
 
     Raises:
-        ValueError: ``every`` is no whole number above 0.
+        ValueError: ``every`` is not a whole number above 0.
     """
 
     every: int
@@ -46,20 +46,21 @@ class LocalSGD:
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(LocalSGD):
-    """Every ``every`` training steps an outer optimizer steps by the mean of what the towers have changed.
+    """Steps an outer optimizer with the mean of the towers' changes every ``every`` training steps.
 
-    Its parameters are *anchors*, copies of the model's as they were after the last synchronisation (at least float32);
-    their gradient is the mean over the towers of anchor minus parameter. All towers go on from the new anchors.
+    The outer optimizer's parameters are *anchors*: copies of the model's parameters after the last synchronisation, at
+    least in float32. Their gradient is the mean over the towers of anchor minus parameter. All towers continue from the
+    new anchors.
 
     Args:
-        every: steps from one synchronisation to the next, at least 1.
-        outer: makes the outer optimizer of a list of anchors; the same one on all towers. Parameters that are first
-            trained after the first synchronisation are added to it by ``add_param_group``. Default: SGD with a learning
-            rate of 0.7 and Nesterov momentum of 0.9.
+        every: the number of steps between synchronisations, at least 1.
+        outer: creates the outer optimizer from a list of anchors; it must be the same on all towers. Parameters that
+            are first trained after the first synchronisation are added by ``add_param_group``. Default: SGD with a
+            learning rate of 0.7 and Nesterov momentum of 0.9.
 
     Raises:
-        ValueError: ``every`` is no whole number above 0.
-        TypeError: ``outer`` is no function; at the first synchronisation, when it has not returned an optimizer.
+        ValueError: ``every`` is not a whole number above 0.
+        TypeError: ``outer`` is not a function; or, at the first synchronisation, it did not return an optimizer.
     """
 
     outer: Callable[[Iterable[nn.Parameter]], Optimizer] = dataclasses.field(default=nesterov, repr=False)
@@ -74,11 +75,11 @@ class DiLoCo(LocalSGD):
 
 
 def checked(training: Mapping[str, Any], communication: CommunicationOptions) -> LocalSGD | None:
-    """The way of synchronising among a strategy's options, by name; None where ``mirrored verify`` leaves it out.
+    """Returns the value of ``synchronize`` among a strategy's options, or None if ``mirrored verify`` disables it.
 
     Raises:
-        TypeError: ``synchronize`` is none of the ways above.
-        ValueError: it is combined with what averages gradients or shares out the optimizer's step.
+        TypeError: ``synchronize`` is not one of the classes above.
+        ValueError: it is combined with an option that averages gradients or shards the optimizer's step.
     """
     way = training["synchronize"]
     if not isinstance(way, LocalSGD):

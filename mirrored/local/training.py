@@ -1,18 +1,18 @@
-"""Training by local steps: they are counted, and parameters are synchronised after every so many.
+"""Training with local steps: counts them, and synchronises parameters after a number of steps.
 
-[Note: the local gradient] A tower steps by what it would have contributed to the average of a step: the gradient of
-``towers * sum(own losses) / G`` from ``compute_average_loss``, G being the size of the global batch. With even shares
-that is the gradient of the tower's own mean. With uneven ones a tower with more examples takes the larger step, so that
-in the mean of the parameters every example counts the same: with SGD and ``every=1`` it is the step of every-step
-averaging. The mean over a tower's own examples would be a mean of means there.
+[Note: the local gradient] A tower steps with its contribution to the average of a step: the gradient of
+``towers * sum(own losses) / G`` from ``compute_average_loss``. G is the size of the global batch. With even shares,
+that is the gradient of the tower's own mean. With uneven shares, a tower with more examples takes the larger step.
+Every example then has the same weight in the mean of the parameters: with SGD and ``every=1``, it is the step of
+every-step averaging. The mean over a tower's own examples would result in a mean of means.
 
-[Note: runs are counted, not optimizer steps] All towers have to synchronise at the same moment, but a ``GradScaler``
-may leave out an optimizer's step on one tower alone. So runs with a backward are counted, and the synchronisation comes
-when the function has returned. A step that was left out is a tower that has not moved.
+[Note: runs are counted, not optimizer steps] All towers must synchronise at the same moment, but a ``GradScaler`` may
+skip an optimizer's step on one tower only. Runs with a backward are therefore counted, and the towers synchronise when
+the function has returned. A tower that skipped a step has not moved.
 
 [Note: what is averaged] A parameter that no tower's optimizer has stepped since the last synchronisation is the same on
-all towers, and is not sent: towers tell each other which they have stepped. An anchor is copied just before the first
-step of its parameter, so frozen parameters have none.
+all towers, and is not sent. For this, towers exchange which parameters they have stepped. An anchor is copied just
+before the first step of its parameter, so frozen parameters have none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from towers.system.profiling import range_
 
 log = get_logger("mirrored")
 
-_BYTES = 64 << 20  # what is averaged at once
+_BYTES = 64 << 20  # averaged at once
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class _Parameter:
 
     Attributes:
         stepped: whether an optimizer has stepped it since the last synchronisation.
-        anchor: its value after the last synchronisation, at least in float32, where an outer optimizer steps it.
+        anchor: its value after the last synchronisation, at least in float32, if an outer optimizer steps it.
     """
 
     reference: weakref.ref[Tensor]
@@ -58,24 +58,25 @@ class _Parameter:
     anchor: nn.Parameter | None = None
 
     def value(self) -> Tensor:
-        """Its value, in the dtype in which values are averaged."""
+        """Returns its value in the dtype in which values are averaged."""
         parameter = self.reference()
         assert parameter is not None
         return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 class LocalTraining:
-    """Synchronises the parameters of towers that step by themselves.
+    """Synchronises the parameters of towers that step independently.
 
     Args:
-        comm: the towers, or one alone.
-        how: when, and by what.
-        events: of the strategy.
-        check_every: local steps after which a synchronisation is followed by a mirror check; None for no checks.
+        comm: the towers, or a single one.
+        how: how often and how towers synchronise.
+        events: the events of the strategy.
+        check_every: the number of local steps after which a synchronisation is followed by a mirror check; None for no
+            checks.
 
     Attributes:
         gradients: leaves gradients to each tower.
-        steps: how many steps there were since the last synchronisation; the same on all towers.
+        steps: the number of steps since the last synchronisation, the same on all towers.
     """
 
     def __init__(self, comm: Communicator, how: LocalSGD, events: Events, check_every: int | None) -> None:
@@ -89,14 +90,14 @@ class LocalTraining:
         self._parameters: list[_Parameter] = []
         self._of: dict[int, _Parameter] = {}
         self._outer: Optimizer | None = None
-        self._groups: list[list[int]] = []  # numbers of parameters, as they were given to the outer optimizer
+        self._groups: list[list[int]] = []  # indices of parameters, as they were given to the outer optimizer
         self._reminded = False
         events.mirrored.append(self._add)
         events.before_step.append(self._before_step)
         events.end_run.append(self._end_run)
 
     def apart(self) -> bool:
-        """Whether towers may hold different parameters now."""
+        """Returns whether towers may hold different parameters now."""
         return self.steps > 0 or any(parameter.stepped for parameter in self._parameters)
 
     def _add(self, parameters: Sequence[Named]) -> None:
@@ -142,11 +143,11 @@ class LocalTraining:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make the parameters equal on all towers now; all of them call it.
+        """Makes the parameters equal on all towers now. All towers must call it.
 
         Raises:
-            DisagreementError: on all towers, when some call something else.
-            MirrorError: on all towers, when they are not equal after it.
+            DisagreementError: on all towers, if some make another call.
+            MirrorError: on all towers, if the parameters are not equal after it.
         """
         steps, call = self.steps, f"a synchronisation after {self.steps} local steps"
         with range_("mirrored::synchronize"), self._comm.health.during("synchronizing parameters"):
@@ -167,15 +168,15 @@ class LocalTraining:
             self._events.check(call)
 
     def _pieces(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Numbers of parameters, in pieces of about :data:`_BYTES` that are averaged at once."""
+        """Returns indices of parameters, in groups of about :data:`_BYTES` that are averaged at once."""
         ends = itertools.accumulate(self._parameters[i].value().nbytes for i in numbers)
         pieces = itertools.groupby(zip(numbers, ends, strict=True), lambda entry: entry[1] // _BYTES)
         return [[i for i, _ in piece] for _, piece in pieces]
 
     def _average(self, parameters: Sequence[_Parameter]) -> None:
-        """Average parameters, or what they have changed, which becomes the gradient of their anchors."""
+        """Averages parameters, or their changes, which become the gradients of their anchors."""
         for parameter in parameters:
-            self._anchor(parameter)  # one that other towers have stepped, and this one has not
+            self._anchor(parameter)  # other towers may have stepped it, but not this one
         values = [p.value() if p.anchor is None else p.anchor - p.value() for p in parameters]
         if self._comm.size > 1:
             values = together(values, partial(average_flat, self._comm))
@@ -197,7 +198,7 @@ class LocalTraining:
             _write(parameter, parameter.anchor)
 
     def _give_outer(self, how: DiLoCo, numbers: list[int]) -> None:
-        """Let the outer optimizer step the anchors of these parameters too; the first time, make it."""
+        """Adds the anchors of these parameters to the outer optimizer, which the first call creates."""
         anchors: list[Any] = [self._parameters[i].anchor for i in numbers]
         if self._outer is not None:
             self._outer.add_param_group({"params": anchors})
@@ -210,7 +211,7 @@ class LocalTraining:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The local steps since the last synchronisation, the anchors and the outer optimizer's state."""
+        """Returns the local steps since the last synchronisation, the anchors and the outer optimizer's state."""
         return {
             "kind": type(self._how).__name__,
             "steps": self.steps,
@@ -222,10 +223,10 @@ class LocalTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, with the same parameters.
+        """Continues from the state of :meth:`state_dict`, with the same parameters.
 
         Raises:
-            ValueError: it is the state of another way of synchronising, or of other parameters.
+            ValueError: the state is that of another class of ``synchronize``, or of other parameters.
         """
         if state["kind"] != type(self._how).__name__:
             raise ValueError(f"it was synchronised by {state['kind']}, and is by {type(self._how).__name__} here")

@@ -1,8 +1,8 @@
-"""What a training shows of itself: a monitor's reports, and the events of TensorBoard.
+"""Measurements of a training: a monitor's reports, and the events of TensorBoard.
 
-:mod:`.timeline` stamps what a tower does, :mod:`.report` makes one report of all towers' stamps, :mod:`.measuring`
-adds what is not time (memory, FLOPs, gradients), and :mod:`.outputs` are the places where reports go.
-:mod:`.monitor` has the object that a script holds. :mod:`.tracing` writes a trace of all towers' steps.
+:mod:`.timeline` timestamps the phases of a tower. :mod:`.report` makes one report of all towers' timestamps.
+:mod:`.measuring` adds memory, FLOPs and gradients, and :mod:`.outputs` writes reports. :mod:`.monitor` has the object
+that a script uses. :mod:`.tracing` writes a trace of all towers' steps.
 """
 
 from mirrored.monitor.monitor import Monitor

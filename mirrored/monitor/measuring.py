@@ -1,4 +1,4 @@
-"""What a report says beside time: memory, learning rate, the gradients' norm, and floating-point operations."""
+"""The values of a report that are not times: memory, learning rate, norm of gradients, floating-point operations."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PEAKS = (
     *(("A100", 312e12), ("A40", 150e12), ("A30", 165e12), ("A10", 125e12), ("L40S", 362e12), ("L4", 121e12)),
     *(("V100", 125e12), ("T4", 65e12), ("4090", 165e12), ("3090", 71e12), ("MI300X", 1307e12), ("MI250X", 191.5e12)),
 )
-"""Multiplications and additions a second of 16-bit numbers, dense, by a part of the device's name (data sheets)."""
+"""Dense 16-bit multiplications and additions per second, by a part of the device's name (data sheets)."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """The floating-point operations a second that a device can do, of :data:`PEAKS`; None where that is not known."""
+    """Returns the floating-point operations per second of a device, from :data:`PEAKS`, or None if they are unknown."""
     name = accelerator.name(device) if device.type != "cpu" else ""
     return next((peak for part, peak in PEAKS if part in name), None)
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """The bytes that torch has allocated on a device, now and at most; of a CPU tower those of its process.
+    """Returns the bytes that torch has allocated on a device, now and at most. For a CPU tower: those of its process.
 
-    Zeros where the kind of device does not tell.
+    Zeros if the kind of device does not report them.
     """
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -51,10 +51,10 @@ class Optimizers:
     """Follows the steps of optimizers: the learning rate, and on request the norm of their gradients.
 
     Args:
-        counts: whether an optimizer is one of the training's, and no inner one.
-        alone: whether there is one tower, whose phases leave the optimizer out: ``enter`` is told of it.
+        counts: returns whether an optimizer belongs to the training and is not an inner optimizer.
+        alone: whether there is one tower. Its phases do not include the optimizer, so ``enter`` is called for it.
         enter: called with a phase.
-        measures: whether the gradients of a step that begins are to be measured; None: never.
+        measures: returns whether the gradients of the starting step are measured; None: never.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Optimizers:
         _hook(weakref.ref(self))
 
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step, or has been refused."""
+        """Handles an optimizer that is about to step, or whose step was refused."""
         if not self._steps_here(optimizer):
             return
         self._newest = weakref.ref(optimizer)
@@ -87,7 +87,7 @@ class Optimizers:
             self._enter(OPTIMIZER)
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Handles an optimizer that has stepped."""
         if self._alone and self._steps_here(optimizer):
             self._enter(AFTER_OPTIMIZER)
 
@@ -96,23 +96,23 @@ class Optimizers:
         return in_step and self._counts is not None and self._counts(optimizer)
 
     def stop(self) -> None:
-        """Follow no optimizer any more; the hooks stay, as those of the optimizers' guard do."""
+        """Stops following optimizers. The hooks stay, like those of the optimizers' guard."""
         self._counts = None
 
     def learning_rate(self) -> float | None:
-        """That of the first parameters of the optimizer that stepped last."""
+        """Returns the learning rate of the first parameters of the optimizer that stepped last."""
         optimizer = self._newest() if self._newest is not None else None
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         return None if rate is None else float(rate)
 
     def take_norm(self) -> float | None:
-        """The norm of the gradients of all steps that were measured since the last call."""
+        """Returns the norm of the gradients of all steps that were measured since the last call."""
         squares, self._squares = self._squares, []
         return float(torch.stack(squares).sum().sqrt()) if squares else None
 
 
 def _hook(optimizers: weakref.ref[Optimizers]) -> None:
-    """Let it see all optimizers' steps while it lives."""
+    """Calls the object at all optimizers' steps for as long as it exists."""
 
     @disable_dynamo
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

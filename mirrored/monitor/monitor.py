@@ -1,8 +1,8 @@
-"""The monitor that a script holds: one call a step, and every so often a report of all towers.
+"""The monitor of a script: one call per step, and a report of all towers after a number of steps.
 
-[Note: a report is a collective] Between reports a monitor only stamps and adds up on its own tower: no tower waits for
-another, nor for its GPU. At a report all towers, which are in step there, send each other their sums in one announced
-call; the chief has the report. The report itself belongs to no step.
+[Note: a report is a collective] Between reports, a monitor only records timestamps and sums on its own tower. No tower
+waits for another or for its GPU. At a report, all towers are at the same step and exchange their sums in one announced
+call. The chief has the report. The time of the report does not belong to a step.
 """
 
 from __future__ import annotations
@@ -30,37 +30,39 @@ from towers.collectives.communicator import Communicator
 
 
 class Monitor:
-    """Shows on the chief how fast a training goes, what its steps are spent on, and which tower is slowest.
+    """Reports on the chief the speed of a training, how its steps spend their time, and which tower is slowest.
 
-    All towers make it, and call :meth:`step` after each training step. With ``with``, it is closed at the end. In the
-    objects of a ``CheckpointManager``, it goes on counting where the checkpoint was taken.
+    All towers must create it, and call :meth:`step` after each training step. Used with ``with``, it is closed at the
+    end. As an object of a ``CheckpointManager``, it continues its count of steps from the checkpoint.
 
     Args:
-        strategy: the training's. It has one monitor at a time.
-        every: steps from one report to the next.
-        total: steps of the whole training, for the progress bar.
-        loss: how towers' losses make the global one: "sum" for those of ``compute_average_loss``, "mean" for those of
-            ``strategy.backward`` and others that are equal on all towers, or each tower's mean of equal shares.
-        show: a progress bar where standard error is a terminal and tqdm is installed, else plain lines; False: nothing.
-        jsonl: a file to which each report is appended, as a JSON object in a line.
-        writer: torch's ``SummaryWriter``, or what :meth:`mirrored.Strategy.summary_writer` gives.
+        strategy: the strategy of the training. It has one monitor at a time.
+        every: the number of steps between reports.
+        total: the number of steps of the whole training, for the progress bar.
+        loss: how towers' losses form the global loss: "sum" for losses of ``compute_average_loss``; "mean" for those of
+            ``strategy.backward``, others that are equal on all towers, or each tower's mean of equal shares.
+        show: True shows a progress bar if standard error is a terminal and tqdm is installed, and plain lines
+            otherwise. False shows nothing.
+        jsonl: a file to which each report is appended, as one JSON object per line.
+        writer: torch's ``SummaryWriter``, or the result of :meth:`mirrored.Strategy.summary_writer`.
         trackers: called as ``tracker(numbers, step=step)`` with numbers by name: ``wandb_run.log``,
             ``mlflow.log_metrics``.
-        gradient_norm: measure that of a report's last step, before its optimizers step.
-        flops: count the floating-point operations of the second step, which takes longer then; or how many a step of
-            all towers has.
-        peak_flops: operations a second of one device, for the MFU. Default: what is known of the device
-            (:data:`mirrored.monitor.measuring.PEAKS`).
+        gradient_norm: whether the norm of the gradients of a report's last step is measured, before its optimizers
+            step.
+        flops: True counts the floating-point operations of the second step, which then takes longer. A number is the
+            operations of one step of all towers.
+        peak_flops: operations per second of one device, for the MFU. Default: the device's value in
+            :data:`mirrored.monitor.measuring.PEAKS`, if any.
 
     Attributes:
-        steps: how many there were.
-        report: the last one, on all towers; None before it.
+        steps: the number of steps so far.
+        report: the last report, on all towers; None before the first.
 
     Raises:
-        TypeError: ``strategy`` is no strategy whose towers are in step.
+        TypeError: ``strategy`` is not a strategy whose towers train in step.
         ValueError: a number is not positive.
-        RuntimeError: the strategy has a monitor that is not closed, or a trace goes on.
-        DisagreementError: on all towers, when their settings differ.
+        RuntimeError: the strategy has a monitor that is not closed, or a trace is running.
+        DisagreementError: on all towers: their settings differ.
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class Monitor:
         self.steps = self._reported = self._examples = 0
         self.report: Report | None = None
         self._peak = peak_flops or measuring.peak_of(strategy.device)
-        self._flops = 0.0 if isinstance(flops, bool) else float(flops) / comm.size  # of a step of this tower
+        self._flops = 0.0 if isinstance(flops, bool) else float(flops) / comm.size  # per step of this tower
         self._counter = FlopCounterMode(display=False) if flops is True else None
         self._warm_up = 2 if flops is True else 1
         dtype = torch.float32 if strategy.device.type in ("mps", "tpu") else torch.float64
-        self._loss, self._losses = torch.zeros((), dtype=dtype, device=strategy.device), 0  # the sum, and of how many
+        self._loss, self._losses = torch.zeros((), dtype=dtype, device=strategy.device), 0  # the sum and the count
         self._timeline = timeline = Timeline(comm.health, strategy.events, strategy.device)
         self._detach = weakref.finalize(self, timeline.stop)
         due = (lambda: self.is_due) if gradient_norm else None
@@ -109,19 +111,20 @@ class Monitor:
     # -- steps -------------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | float | None = None, *, examples: int | None = None) -> Report | None:
-        """A training step is over; all towers call it, outside of ``run``. At a report it is a collective.
+        """Counts a training step. All towers must call it after the step, outside ``run``. A report is a collective.
 
         Args:
-            loss: this tower's, a scalar (see ``loss`` above); None: there is none to report.
-            examples: of all towers in this step, where the batch came by other ways than ``distribute_dataset``.
+            loss: this tower's loss, a scalar (see ``loss`` of the class). None: no loss to report.
+            examples: the number of examples of all towers in this step, if the batch is not from
+                ``distribute_dataset``.
 
         Returns:
-            The report, when there is one.
+            The report if one is due, otherwise None.
 
         Raises:
             TypeError, ValueError: ``loss`` is not one number.
             RuntimeError: inside ``run``, or after :meth:`close`.
-            DisagreementError: on all towers, when some call something else.
+            DisagreementError: on all towers, if some make another call.
         """
         if current_replica() is not None:
             raise RuntimeError("monitor.step() was called inside strategy.run(...): call it after it")
@@ -151,7 +154,7 @@ class Monitor:
         self._losses += 1
 
     def _end_warm_up(self) -> None:
-        """The first step mirrors models and compiles, so it is not timed; nor is the next one, if that is counted."""
+        """Excludes the first step, which mirrors and compiles, from timing, and the second if its FLOPs are counted."""
         self._warm_up -= 1
         if self._counter is not None:
             if self._warm_up:
@@ -165,22 +168,22 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, time and batches belong to no step: an evaluation, pictures.
+        """Excludes time and batches inside the context from steps, for example an evaluation or pictures.
 
-        At several towers runs that evaluate are left out by themselves.
+        On several towers, runs that evaluate are excluded automatically.
         """
         with self._timeline.away():
             yield
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that goes on ends with a report."""
+        """Whether the current step ends with a report."""
         return (self.steps + 1) % self._every == 0
 
     # -- reports -----------------------------------------------------------------------------------------
 
     def _make_report(self) -> Report:
-        """All towers make a report of the steps since the last one; the chief gives it to its outputs."""
+        """Makes a report of the steps since the last one, on all towers. The chief passes it to its outputs."""
         with self._timeline.away():
             rows = self._timeline.take()
             norm = self._optimizers.take_norm()
@@ -198,7 +201,7 @@ class Monitor:
         return report
 
     def _summary(self, towers: Any, steps: int) -> Report:
-        """The report of what towers have sent, a row each."""
+        """Returns the report of the values that towers have sent, one row each."""
         losses, counts, memory, peak, flops, examples, norm = towers[:, :7].T
         report = Report(self.steps, steps, learning_rate=self._optimizers.learning_rate())
         if counts.sum():
@@ -219,7 +222,7 @@ class Monitor:
         return report
 
     def close(self) -> None:
-        """Report the steps since the last report, and follow the strategy no longer; all towers call it."""
+        """Reports the steps since the last report, and stops following the strategy. All towers must call it."""
         if not self._detach.alive:
             return
         if self.steps > self._reported:
@@ -227,7 +230,7 @@ class Monitor:
         self.stop()
 
     def stop(self) -> None:
-        """Follow the strategy no longer, without a report; a tower may call it alone."""
+        """Stops following the strategy, without a report. A single tower may call it."""
         self._detach()
         self._optimizers.stop()
         if self._counter is not None and self._warm_up == 1:
@@ -246,18 +249,18 @@ class Monitor:
             self.stop()
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps there were."""
+        """Returns the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting where :meth:`state_dict` was taken."""
+        """Continues the count of steps from :meth:`state_dict`."""
         if self._screen is not None:
             self._screen.advance(state["steps"] - self.steps)
         self.steps = self._reported = state["steps"]
 
 
 def _check(strategy: Any, loss: str, **positive: Any) -> None:
-    """Check a monitor's arguments; it raises what :class:`Monitor` raises."""
+    """Checks a monitor's arguments, and raises the errors of :class:`Monitor`."""
     if not isinstance(getattr(strategy, "communicator", None), Communicator):
         raise TypeError(f"mirrored.Monitor takes a strategy that trains in step, not a {type(strategy).__name__}")
     if any(isinstance(getattr(each, "__self__", None), Timeline) for each in strategy.communicator.health.followers):
@@ -271,6 +274,6 @@ def _check(strategy: Any, loss: str, **positive: Any) -> None:
 
 
 def _is_trained(strategy: ActiveStrategy, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of a strategy's training, and does no other optimizer's work."""
+    """Returns whether an optimizer belongs to a strategy's training and is not another optimizer's inner optimizer."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     return first is not None and strategy.is_mirrored(first) and not strategy.engine.is_inner_optimizer(optimizer)

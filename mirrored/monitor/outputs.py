@@ -1,4 +1,4 @@
-"""Where a chief's reports go: a progress bar or plain lines, a file of JSON lines, TensorBoard, other trackers."""
+"""The outputs of a chief's reports: a progress bar or lines, a file of JSON lines, TensorBoard, other trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Output = Callable[[Report], object]
 
 
 class Screen:
-    """A progress bar where standard error is a terminal and tqdm is installed; a line for each report in any case."""
+    """A line for each report, and a progress bar if standard error is a terminal and tqdm is installed."""
 
     def __init__(self, total: int | None) -> None:
         self._of = f"/{total}" if total is not None else ""
@@ -29,7 +29,7 @@ class Screen:
             self._bar = tqdm(total=total, unit="step", dynamic_ncols=True)
 
     def advance(self, steps: int = 1) -> None:
-        """So many steps are over."""
+        """Advances the progress bar by a number of steps."""
         if self._bar is not None:
             self._bar.update(steps)
 
@@ -41,15 +41,15 @@ class Screen:
             print_while_terminal_lasts(line, flush=True)
 
     def close(self) -> None:
-        """There are no more steps."""
+        """Closes the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def json_lines(path: str | os.PathLike[str]) -> Output:
-    """Appends each report to a file, as a JSON object in a line of its own, with the seconds since 1970 as ``time``.
+    """Returns an output that appends each report to a file, as a JSON object in one line.
 
-    Its folder is made when it is missing.
+    ``time`` is the number of seconds since 1970. The file's folder is created if it does not exist.
     """
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def json_lines(path: str | os.PathLike[str]) -> Output:
 
 
 def scalars(writer: Any) -> Output:
-    """Gives each report's numbers to torch's ``SummaryWriter``."""
+    """Returns an output that passes each report's numbers to torch's ``SummaryWriter``."""
 
     def write(report: Report) -> None:
         for name, value in report.numbers().items():
@@ -72,5 +72,5 @@ def scalars(writer: Any) -> Output:
 
 
 def tracked(tracker: Callable[..., object]) -> Output:
-    """Gives each report's numbers to a tracker, as a dict, with ``step=``."""
+    """Returns an output that passes each report's numbers to a tracker, as a dict, with ``step=``."""
     return lambda report: tracker(report.numbers(), step=report.step)

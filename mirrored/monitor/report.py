@@ -1,9 +1,9 @@
-"""One report: what all towers did in the steps since the last one, in numbers and as a line.
+"""One report: the work of all towers in the steps since the last report, in numbers and as a line.
 
-[Note: waiting is a comparison] A tower cannot tell waiting for the others from moving bytes: both are one call that
-returns later. So towers send each other how long they were in collectives, step by step. The tower with the least time
-came last and waited for nobody, so its time is what moving takes, and what the others spent beyond it they waited. This
-needs no common clock, and holds for shared memory, Gloo and NCCL alike.
+[Note: waiting is a comparison] A tower cannot distinguish waiting for the others from moving bytes: both are one call
+that returns later. Towers therefore send each other the time that they spent in collectives, step by step. The tower
+with the least time arrived last and waited for no other, so its time is the time of moving bytes. The additional time
+of the others is waiting. This needs no common clock, and applies to shared memory, Gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ Array = npt.NDArray[np.float64]
 
 PARTS = ("data", "compute", "wait", "move", "optimizer", "other")
 _COMPARED = 256
-"""Steps of a report that are compared one by one; the others' time is divided as theirs."""
+"""The number of steps of a report that are compared individually. The time of all others is divided in proportion."""
 
 
 @dataclasses.dataclass
 class Report:
-    """What a monitor says of the steps since its last report. None where it is not known, or was not asked for.
+    """A monitor's report of the steps since its last report. Values that are unknown or not requested are None.
 
     Attributes:
-        step: the number of the last of them, from 1.
-        steps: how many of them were timed; the first of a run is not, nor is one whose operations are counted.
+        step: the number of the last of these steps, from 1.
+        steps: the number of timed steps. The first step of a run is not timed, nor is a step whose operations are
+            counted.
         loss: the mean of their losses over the global batch.
-        examples_per_second: of all towers.
-        step_ms: how long one took, in milliseconds; without evaluations and reports.
-        parts_ms: what it was spent on, by the names of :data:`PARTS`; the mean over the towers. They add up to
-            ``step_ms``.
-        slowest_tower: the tower that the others waited for.
-        slowest_by_ms: how much later than the others' mean it came to a step's collectives.
-        slowest_part: what it spent more time on than the others.
-        learning_rate: of the first parameters of the optimizer that stepped last.
-        memory_bytes, memory_peak_bytes: of the fullest device, as torch has allocated it; of CPU towers the largest
-            process.
-        gradient_norm: of the last step, of all gradients that optimizers stepped on.
-        flops_per_second: floating-point operations of all towers.
-        mfu: that, as a fraction of what the devices can do.
+        examples_per_second: examples per second of all towers.
+        step_ms: the duration of a step in milliseconds, without evaluations and reports.
+        parts_ms: the parts of this duration in milliseconds, by the names of :data:`PARTS`, as the mean over the
+            towers. They add up to ``step_ms``.
+        slowest_tower: the tower for which the others waited.
+        slowest_by_ms: how much later than the mean of the others it reached a step's collectives, in milliseconds.
+        slowest_part: the part on which it spent more time than the others.
+        learning_rate: that of the first parameters of the optimizer that stepped last.
+        memory_bytes, memory_peak_bytes: the memory that torch has allocated on the fullest device; for CPU towers, the
+            memory of the largest process.
+        gradient_norm: the norm of all gradients with which optimizers stepped in the last step.
+        flops_per_second: floating-point operations per second of all towers.
+        mfu: ``flops_per_second`` as a fraction of the devices' peak.
     """
 
     step: int
@@ -65,20 +66,20 @@ class Report:
     mfu: float | None = None
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that are known, by name, without the step; a part of the step is ``parts/data_ms`` and so on."""
+        """Returns all known numbers by name, without the step. A part of the step is ``parts/data_ms`` and so on."""
         flat = {name: value for name, value in vars(self).items() if name not in ("step", "steps", "parts_ms")}
         flat |= {f"parts/{name}_ms": value for name, value in self.parts_ms.items()}
         return {name: value for name, value in flat.items() if isinstance(value, (int, float))}
 
     def record(self) -> dict[str, Any]:
-        """All that is known, as JSON values; a number that is not finite is None."""
+        """Returns all known values as JSON values. A number that is not finite is None."""
         known = {name: value for name, value in vars(self).items() if value is not None and value != {}}
         return {
             name: None if value in (math.inf, -math.inf) or value != value else value for name, value in known.items()
         }
 
     def line(self) -> str:
-        """All that is known, for people."""
+        """Returns all known values in readable form."""
         said = []
         if self.loss is not None:
             said.append(f"loss {self.loss:.4g}")
@@ -102,12 +103,12 @@ class Report:
         return "  ".join(said)
 
     def slowest_line(self) -> str:
-        """The slowest tower, for people."""
+        """Returns the slowest tower in readable form."""
         return f"slowest: tower {self.slowest_tower}, by {self.slowest_by_ms:.1f} ms ({self.slowest_part})"
 
 
 def sums(rows: Sequence[Sequence[float]]) -> Array:
-    """What a tower sends of its steps: the seconds of each part, then those in collectives of the last steps.
+    """Returns a tower's sums of its steps: the seconds of each part, then the seconds in collectives of the last steps.
 
     Args:
         rows: seconds by part (:mod:`mirrored.monitor.timeline`) of each step.
@@ -117,10 +118,10 @@ def sums(rows: Sequence[Sequence[float]]) -> Array:
 
 
 def add_times(report: Report, towers: Array) -> None:
-    """Give a report of ``report.steps`` steps its times.
+    """Sets the times of a report of ``report.steps`` steps.
 
     Args:
-        towers: a row of :func:`sums` for each tower.
+        towers: one row of :func:`sums` for each tower.
     """
     each, calls = towers[:, :5] / report.steps * 1e3, towers[:, 5:] * 1e3
     parts = parts_of_towers(towers, report.steps).mean(axis=0)
@@ -136,10 +137,10 @@ def add_times(report: Report, towers: Array) -> None:
 
 
 def parts_of_towers(towers: Array, steps: int) -> Array:
-    """The milliseconds of a step by the parts of :data:`PARTS`: a row for each tower.
+    """Returns the milliseconds of a step by the parts of :data:`PARTS`, one row per tower.
 
     Args:
-        towers, steps: as :func:`add_times` takes them.
+        towers, steps: see :func:`add_times`.
     """
     calls = towers[:, 5:]
     waited = 1 - calls.min(axis=0).sum() / np.maximum(calls.sum(axis=1), 1e-9)  # see [Note: waiting is a comparison]

@@ -1,15 +1,15 @@
-"""The time of a tower's steps, by what it was spent on.
+"""The time of a tower's steps, by parts.
 
 [Note: a partition of time] Each change of the tower's phase (``health.followers``) and each announced collective
-(``health.callers``) is a stamp, and all time between two stamps belongs to one part. So the parts of a step add up to
-the step, and nothing is measured twice. A stamp costs half a microsecond, and is read at a report.
+(``health.callers``) is a stamp. All time between two stamps belongs to one part. The parts of a step therefore add up
+to the step, and no time is measured twice. A stamp costs half a microsecond, and is read at a report.
 
-[Note: what a batch was loaded for] shows when it is used: the time of loading counts where a training run comes next.
-From the first run that evaluates to the next one that trains, no time counts.
+[Note: what a batch was loaded for] The use of a batch determines whether its loading time counts: it counts if a
+training run follows. From the first run that evaluates to the next run that trains, no time counts.
 
-[Note: stamps on a GPU] There a stamp is an event in the device's current stream, and no host waits for it before a
-report. The time between two events is the device's. Where the host runs ahead, loading takes none of it; where the
-device has to wait for a batch, the wait lies between the events around the loading.
+[Note: stamps on a GPU] On a GPU, a stamp is an event in the device's current stream, and the host does not wait for it
+before a report. The time between two events is the device's. If the host runs ahead, loading takes no device time. If
+the device must wait for a batch, the wait is between the events around the loading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from towers.system import cuda
 from towers.system.timeouts import clock
 
 DATA, COMPUTE, COLLECTIVE, OPTIMIZER, OTHER = range(5)
-"""The parts of a step. Time outside of all phases of a training step is the script's own."""
+"""The parts of a step. Time outside all phases of a training step is the script's own."""
 
 _PART_OF = {
     status.LOADING: DATA,
@@ -41,20 +41,20 @@ _PART_OF = {
 }
 _STEP, _AWAY, _CALL = "the end of a step", "not counted", "a collective"
 _FOLDED = 2048
-"""Stamps after which those that are over are added up, so that memory does not grow with the steps of a report."""
+"""The number of stamps after which past ones are summed up, so that memory does not grow with the steps of a report."""
 
 
 class Timeline:
-    """Stamps what this tower does, and adds it up by steps and parts.
+    """Timestamps the phases of this tower, and sums up the time by steps and parts.
 
-    It holds no strategy, which may be dropped while listeners are left.
+    It holds no strategy, which may be deleted while listeners remain.
 
     Args:
-        health, events: the strategy's, which tell it of phases, collectives and batches until :meth:`stop`.
-        device: where the tower computes; see [Note: stamps on a GPU].
+        health, events: the strategy's. They report phases, collectives and batches until :meth:`stop`.
+        device: the tower's device; see [Note: stamps on a GPU].
 
     Attributes:
-        examples: of all towers, in the batches of training runs; the owner sets it back.
+        examples: the number of examples of all towers, in the batches of training runs. The owner resets it.
     """
 
     def __init__(self, health: Health, events: Events, device: torch.device) -> None:
@@ -64,18 +64,18 @@ class Timeline:
             self._load: events.loaded,
         }
         self._device = device
-        self._on_device = device.type not in ("cpu", "mps", "tpu")  # which have events that tell the time
+        self._on_device = device.type not in ("cpu", "mps", "tpu")  # the others have events with times
         self._phase = health.phase
         self._away = False
-        self.examples = self._loaded = 0  # the second: of batches that no run has taken yet
-        self._foreign: set[int] = set()  # threads that load ahead
+        self.examples = self._loaded = 0  # the second: in batches that no run has used yet
+        self._foreign: set[int] = set()  # threads that load in advance
         self._rows: list[list[float]] = []  # seconds by part, of each step that has ended
         self.restart()
         for listener, moment in self._listeners.items():
             moment.append(listener)
 
     def stop(self) -> None:
-        """Follow the tower no longer."""
+        """Stops following the tower."""
         while self._listeners:
             listener, moment = self._listeners.popitem()
             moment.remove(listener)
@@ -83,7 +83,7 @@ class Timeline:
     # -- stamps ------------------------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
-        """The tower enters a phase."""
+        """Records that the tower enters a phase."""
         thread = threading.get_ident()
         if phase == status.LOADING and thread != threading.main_thread().ident:
             self._foreign.add(thread)
@@ -101,12 +101,12 @@ class Timeline:
             self._loaded += total
 
     def end_step(self) -> None:
-        """A training step is over, and the next one begins."""
+        """Records that a training step ends and the next one starts."""
         self._mark(_STEP)
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, the tower does something that belongs to no step."""
+        """Excludes the time inside the context from steps."""
         self._mark(_AWAY)
         before, self._away = self._away, True
         try:
@@ -116,8 +116,8 @@ class Timeline:
             self._mark(self._phase)
 
     def restart(self) -> None:
-        """Forget all stamps: the next step begins now."""
-        self._marks: list[tuple[str, Any]] = []  # names, and when: seconds, or events of a GPU
+        """Discards all stamps, so that the next step starts now."""
+        self._marks: list[tuple[str, Any]] = []  # names and times: seconds, or events of a GPU
         self._last = self._now()
         self._part: int | None = _PART_OF.get(self._phase, OTHER)
         self._row, self._loading, self._evaluates = [0.0] * 5, 0.0, False
@@ -144,7 +144,7 @@ class Timeline:
     # -- sums --------------------------------------------------------------------------------------------
 
     def take(self) -> list[list[float]]:
-        """The seconds by part of each step that has ended since the last call. It waits for a GPU."""
+        """Returns the seconds by part of each step that has ended since the last call. It waits for a GPU."""
         if self._on_device and self._marks:
             self._marks[-1][1].synchronize()
         self._fold(len(self._marks))
@@ -152,7 +152,7 @@ class Timeline:
         return rows
 
     def _fold(self, count: int) -> None:
-        """Add up the first ``count`` stamps; none where the device has not reached them."""
+        """Sums up the first ``count`` stamps, or none if the device has not reached them."""
         marks = self._marks[:count]
         if self._on_device and marks and not marks[-1][1].query():
             return

@@ -1,16 +1,15 @@
-"""One trace of all towers for Perfetto, and where each tower's time went: ``with strategy.trace("trace.json"):``.
+"""One trace of all towers for Perfetto, with the time of each tower: ``with strategy.trace("trace.json"):``.
 
-Each tower profiles itself by ``torch.profiler``, moves its events onto tower 0's clock and sends them to all, in
-compressed form; the chief writes one file. The summary comes from the stamps that the monitor takes, too
-(:mod:`.timeline`).
+Each tower profiles itself with ``torch.profiler``, converts its events to tower 0's clock and sends them to all towers,
+in compressed form. The chief writes one file. The summary uses the same stamps as the monitor (:mod:`.timeline`).
 
-[Note: one clock] Towers of one host share its clock. For those of another host a barrier bounds the difference: tower
-0 has begun it before this tower leaves it, and this tower has begun it before tower 0 leaves it. Of many barriers the
-narrowest bounds count, and the middle between them is off by half their distance at most. They are taken at both ends
-of a trace; between these the difference changes evenly.
+[Note: one clock] Towers of one host share its clock. For a tower of another host, a barrier bounds the difference of
+the clocks. Tower 0 starts the barrier before this tower leaves it, and this tower starts it before tower 0 leaves it.
+Of many barriers the narrowest bounds count, and their midpoint is off by at most half their distance. The difference is
+measured at both ends of a trace, and is interpolated linearly between them.
 
-[Note: a traced step] goes from the end of the training run before it to the end of its own, so that it contains the
-loading of its batch. Runs that evaluate lie in the step that follows them.
+[Note: a traced step] A traced step lasts from the end of the previous training run to the end of its own run, so that
+it contains the loading of its batch. Runs that evaluate belong to the step that follows them.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ _BARRIERS = 20
 
 @dataclasses.dataclass
 class Trace:
-    """What a trace holds; filled when it is written, and the same on all towers.
+    """The contents of a trace. It is filled when the trace is written, and is the same on all towers.
 
     Attributes:
         path: its file, which the chief writes.
         towers: the towers' names, with device and host.
-        parts_ms: of each tower, what a step was spent on: milliseconds by the names of ``Report.parts_ms``.
-        report: the same over all towers, with the slowest one; ``step`` is the last of its ``steps`` traced steps.
-        clock_error_ms: by how much the clocks of two hosts may still differ in it; 0 where there is one host.
+        parts_ms: for each tower, the parts of a step in milliseconds, by the names of ``Report.parts_ms``.
+        report: the same over all towers, with the slowest one. ``step`` is the last of its ``steps`` traced steps.
+        clock_error_ms: the largest remaining difference between the clocks of two hosts; 0 on one host.
     """
 
     path: str
@@ -86,11 +85,11 @@ class Trace:
 
 
 class Tracing:
-    """Traces the towers between :meth:`start` and :meth:`stop`, which all of them call.
+    """Traces the towers between :meth:`start` and :meth:`stop`, which all towers must call.
 
     Args:
         comm, events: the strategy's.
-        path: the file, compressed where it ends in ``.gz``.
+        path: the file, which is compressed if its name ends in ``.gz``.
         profiler: arguments of ``torch.profiler.profile``.
     """
 
@@ -100,14 +99,14 @@ class Tracing:
         self._events = events
         self._profiler = profile(**profiler)
         self._call = f"strategy.trace({self.trace.path!r})"
-        self._step = contextlib.ExitStack()  # the range of the step that goes on
-        self._undo = contextlib.ExitStack()  # ends what runs
+        self._step = contextlib.ExitStack()  # the range of the current step
+        self._undo = contextlib.ExitStack()  # ends what was started
         self._last = 0
-        self._clocks: list[tuple[float, float]] = []  # when, and how far tower 0's is ahead: seconds
-        self._origin = 0  # of the trace's times, in seconds since 1970
+        self._clocks: list[tuple[float, float]] = []  # a time, and by how much tower 0's clock is ahead: seconds
+        self._origin = 0  # the zero of the trace's times, in seconds since 1970
 
     def start(self) -> None:
-        """Begin; raises what :meth:`mirrored.Strategy.trace` raises."""
+        """Starts the trace, and raises the errors of :meth:`mirrored.Strategy.trace`."""
         if current_replica() is not None:
             raise RuntimeError(f"{self._call} was called inside strategy.run(...): call it outside of it")
         if profiler_runs():
@@ -133,7 +132,7 @@ class Tracing:
             path.unlink()
 
     def _say(self, what: str, on_chief: Callable[[], object]) -> None:
-        """Announce it to all towers, on which an OSError of the chief becomes a ValueError."""
+        """Announces ``what`` to all towers. An OSError of the chief is a ValueError on all of them."""
         error = None
         try:
             if self._comm.index == 0:
@@ -153,14 +152,14 @@ class Tracing:
             self._begin_step()
 
     def abandon(self) -> None:
-        """End without a file, and without the other towers; nothing where it has not begun, or has ended."""
+        """Ends the trace without a file and without the other towers. It does nothing if no trace is running."""
         self._undo.close()
 
     def stop(self) -> Trace:
-        """End it, and write the file.
+        """Ends the trace, and writes the file.
 
         Raises:
-            ValueError: on all towers: the chief cannot write it.
+            ValueError: on all towers: the chief cannot write the file.
         """
         self.abandon()
         rows = self._timeline.take()
@@ -184,7 +183,7 @@ class Tracing:
     # -- the clock of tower 0 ----------------------------------------------------------------------------
 
     def _compare_clocks(self) -> None:
-        """How far tower 0's clock is ahead of this host's now; see [Note: one clock]."""
+        """Measures by how much tower 0's clock is ahead of this host's now; see [Note: one clock]."""
         with self._comm.health.at(self._call):
             stamps = []
             for _ in range(_BARRIERS):
@@ -201,7 +200,7 @@ class Tracing:
         self.trace.clock_error_ms = max(self.trace.clock_error_ms, error * 1e3)
 
     def _own_events(self, name: str) -> list[dict[str, Any]]:
-        """This tower's events, on tower 0's clock, under numbers that no other tower has."""
+        """Returns this tower's events, on tower 0's clock, with process numbers that no other tower uses."""
         with tempfile.TemporaryDirectory(prefix="mirrored-trace-") as folder:
             file = pathlib.Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(file))
@@ -227,19 +226,19 @@ class Tracing:
                 event["ts"] = begin
                 if "dur" in event:
                     event["dur"] = round(end - begin, 3)
-            if isinstance(event.get("id"), int):  # of an arrow
+            if isinstance(event.get("id"), int):  # the id of an arrow
                 event["id"] += self._comm.index << 32
             events.append(event)
         return events
 
 
 class TracedSteps(Tracing):
-    """Traces the training steps that ``mirrored trace`` wants, and ends the script after them.
+    """Traces the training steps that ``mirrored trace`` requests, and ends the script after them.
 
     Args:
         comm, events: the strategy's.
-        wanted: the first step, the one after the last, and the file, with colons between them. Steps count from 1 where
-            the script begins.
+        wanted: the first step, the step after the last, and the file, separated by colons. Steps count from 1 at the
+            start of the script.
     """
 
     def __init__(self, comm: Communicator, events: Events, wanted: str) -> None:
@@ -265,7 +264,7 @@ class TracedSteps(Tracing):
             raise SystemExit(0)
 
     def start(self) -> None:
-        """Begin; the own range of a step ends before steps are counted."""
+        """Starts the trace. The range of a step ends before steps are counted."""
         self._events.end_run.remove(self._count_run)
         super().start()
         self._events.end_run.append(self._count_run)
@@ -279,10 +278,10 @@ class TracedSteps(Tracing):
 
 
 def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[float, float]:
-    """How many seconds tower 0's clock is ahead of a host's, and by how many that may be off.
+    """Returns by how many seconds tower 0's clock is ahead of a host's, and the error of this number in seconds.
 
     Args:
-        stamps: before and after barriers, each by its tower's clock, in seconds: shape (towers, barriers, 2).
+        stamps: times before and after barriers, by each tower's clock, in seconds: shape (towers, barriers, 2).
         same: which towers are on that host.
     """
     begins, ends = stamps[..., 0], stamps[..., 1]
@@ -292,11 +291,11 @@ def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[fl
 
 
 def by_clock_of_tower_0(begin: float, duration: float, clocks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When an event began and ended, in µs. Both ends are moved, so nested events stay nested.
+    """Returns the start and end of an event in µs. Both ends are converted, so nested events stay nested.
 
     Args:
-        begin, duration: by this host's clock, in µs.
-        clocks: when they were compared, and how far tower 0's was ahead then: seconds.
+        begin, duration: the event by this host's clock, in µs.
+        clocks: the times of the comparisons, and by how much tower 0's clock was ahead then: seconds.
     """
     times = np.array([begin, begin + duration])
     ahead = np.interp(times / 1e6, [at for at, _ in clocks], [difference for _, difference in clocks])
@@ -309,7 +308,7 @@ def _step_name(step: int) -> str:
 
 
 def _write(path: str, compressed: Sequence[bytes]) -> None:
-    """Write the events of all towers as one JSON object."""
+    """Writes the events of all towers as one JSON object."""
     lists = [zlib.decompress(each)[1:-1] for each in compressed]
     with gzip.open(path, "wb") if path.endswith(".gz") else open(path, "wb") as file:
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n' + b",\n".join(lists) + b"\n]}\n")
@@ -319,7 +318,7 @@ def _write(path: str, compressed: Sequence[bytes]) -> None:
 def trace(
     comm: Communicator, events: Events, path: str | os.PathLike[str], *, show: bool = True, **profiler: Any
 ) -> Iterator[Trace]:
-    """See :meth:`mirrored.Strategy.trace`."""
+    """Traces the code inside the context; see :meth:`mirrored.Strategy.trace`."""
     tracing = Tracing(comm, events, path, **profiler)
     tracing.start()
     try:

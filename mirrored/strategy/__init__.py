@@ -1,1 +1,1 @@
-"""The strategies: what a script calls, and what they put together for it."""
+"""The strategies that a script calls, and the parts from which they are assembled."""

@@ -1,4 +1,4 @@
-"""Checks of calls of a strategy's methods, above all of ``run``, and what is known of one when it begins."""
+"""Checks calls of a strategy's methods, above all ``run``, and determines whether a run trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 
 class CheckedCalls:
-    """Methods that belong to the process and to the strategy's own scope and run, and what they use of it."""
+    """Methods that check the process, the thread and the context of a call, and the attributes that they use."""
 
     communicator: Communicator
     engine: Engine
@@ -37,10 +37,10 @@ class CheckedCalls:
         self._runs_in: int | None = None  # the thread that is inside run
 
     def _begin_run(self) -> int | None:
-        """This thread begins a ``run``; returns what :attr:`_runs_in` has to be after it.
+        """Marks this thread as inside ``run``, and returns the value of :attr:`_runs_in` to restore after it.
 
         Raises:
-            RuntimeError: another thread is inside one.
+            RuntimeError: another thread is inside ``run``.
         """
         outer, me = self._runs_in, threading.get_ident()
         if outer is not None and outer != me:
@@ -53,7 +53,7 @@ class CheckedCalls:
         return outer
 
     def _check_here(self, call: str) -> None:
-        """Check that this process and this context may make a call.
+        """Checks that a call is allowed in this process and this context.
 
         Raises:
             ForkedError: in a process that was forked from a tower.
@@ -74,17 +74,17 @@ class CheckedCalls:
 
 
 class RunKinds:
-    """Tells ``health`` whether a run that begins is one of training: whether the last run of its kind was.
+    """Reports to ``health`` whether a starting run trains. The last run of the same kind decides.
 
     Attributes:
-        models: returns the models that are mirrored, or will be; None at one tower, where each run counts as a step.
+        models: returns the models that are mirrored, or will be. None on one tower, where each run counts as a step.
     """
 
     def __init__(self, events: Events, health: Health) -> None:
         self.models: Callable[[], Iterable[nn.Module]] | None = None
         self._health = health
         self._evaluates: dict[tuple[object, bool], bool] = {}
-        self._runs: list[tuple[object, bool] | None] = []  # the kinds of those that go on, one within the other
+        self._runs: list[tuple[object, bool] | None] = []  # the kinds of the current runs, which are nested
         events.begin_run.append(self._begin_run)
         events.end_run.append(self._end_run)
         events.failed.append(lambda error: self._runs.pop())
@@ -102,24 +102,24 @@ class RunKinds:
 
 
 def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[object, bool]:
-    """What runs of one kind have in common, some of which train and others evaluate.
+    """Returns the kind of a run. Whether the last run of this kind trained predicts whether this one does.
 
     Args:
         models: the models that are mirrored, or will be.
 
     Returns:
-        The function's name, and whether it may train, since one may do both: a function that is called for the first
-        time seems to evaluate where gradients are off, or where all models are in eval mode.
+        The function's name and whether the run may train, since one function may do both. In its first call, a function
+        is assumed to evaluate if gradients are off, or if all models are in eval mode.
     """
     may_train = torch.is_grad_enabled() and {model.training for model in models} != {False}
     return getattr(fn, "__qualname__", type(fn)), may_train
 
 
 def check_arguments(fn: object, args: object, kwargs: object) -> None:
-    """Check that ``strategy.run(fn, args, kwargs)`` means ``fn(*args, **kwargs)``.
+    """Checks that ``strategy.run(fn, args, kwargs)`` means ``fn(*args, **kwargs)``.
 
     Raises:
-        TypeError: ``fn`` is no function, ``args`` is no tuple or list, or ``kwargs`` is no mapping.
+        TypeError: ``fn`` is not a function, ``args`` is not a tuple or list, or ``kwargs`` is not a mapping.
     """
     sequence = isinstance(args, (tuple, list))
     if callable(fn) and sequence and (kwargs is None or isinstance(kwargs, Mapping)):
@@ -141,7 +141,7 @@ def check_arguments(fn: object, args: object, kwargs: object) -> None:
 
 
 def refuse_what_runs_later(fn: object, result: Any) -> None:
-    """Check that the body of ``fn``, which has returned ``result``, has run.
+    """Checks that the body of ``fn``, which has returned ``result``, has run.
 
     Raises:
         TypeError: ``result`` is a generator or a coroutine.
@@ -153,7 +153,7 @@ def refuse_what_runs_later(fn: object, result: Any) -> None:
         kind, way = "async generator", "Write the step as a plain function, without async"
     if isinstance(result, types.CoroutineType):
         kind = "coroutine"
-        result.close()  # else Python warns that nobody has awaited it
+        result.close()  # otherwise, Python warns that it was never awaited
     name = getattr(fn, "__name__", type(fn).__name__)
     raise TypeError(
         f"the function {name} of strategy.run returned a {kind}. Its body would run after strategy.run has "

@@ -1,9 +1,9 @@
-"""The assembler of a strategy's features: it attaches them to models and optimizers, and to the moments of a training.
+"""Assembles a strategy's features, and attaches them to models, optimizers and the moments of a training.
 
-[Note: the order of features] Where two features listen to one moment their order counts. When a run begins, what was
-recorded is mirrored before the mirror check looks at it. Before an optimizer steps, virtual towers and the averager see
-that its gradients are averaged, the mirror check takes notice of the optimizer, and the sharder prepares its step. In a
-run on a stand-in, its running statistics are put back last.
+[Note: the order of features] If two features listen to one moment, their order counts. At the start of a run, recorded
+models are mirrored before the mirror check reads them. Before an optimizer steps, virtual towers and the averager make
+sure that its gradients are averaged, the mirror check records the optimizer, and the sharder prepares its step. In a
+run on a stand-in, its running statistics are restored last.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ untraced = Untraced(
 
 
 def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
-    """A ``run`` begins, of a strategy that no listener keeps alive: a dropped one is freed at once, with its models."""
+    """Prepares the engine for a ``run``.
+
+    The reference is weak, so that a dropped strategy is freed at once, with its models.
+    """
     untraced.tell_compiler()
     if (living := engine()) is not None:
         living.mirror_pending()
@@ -69,20 +72,21 @@ def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
 class Engine:
     """Records models, keeps them mirrored, averages their gradients and shards their optimizers' steps.
 
-    At one tower nothing is attached, but for virtual towers, local steps and watched gradients.
+    On one tower nothing is attached, except for virtual towers, local steps, watched gradients, and central storage on
+    an accelerator.
 
     Args:
-        distribution: the towers, and how batches are shared out among them.
+        distribution: the towers, and how batches are split among them.
 
     Attributes:
-        averager: averages gradients; at one tower it exists, with no parameters attached (but for watched gradients).
+        averager: averages gradients. On one tower it exists, but without parameters (except for watched gradients).
         virtual: the virtual towers, if there are any.
-        local: counts local steps and synchronizes parameters, where towers step by themselves.
-        counter: counts backwards, where checkpoints have to know their number.
-        records: whether what is created in the scope is recorded.
-        recorder: what was recorded.
-        is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
-        one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
+        local: counts local steps and synchronises parameters, if towers step independently.
+        counter: counts backward passes, if checkpoints need their number.
+        records: whether modules that are created in the scope are recorded.
+        recorder: the recorded modules and parameters.
+        is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
+        one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class Engine:
             sharder = OptimizerSharder(averager, transport)
         check = MirrorCheck(
             comm,
-            training.mirror_check_interval if local is None else None,  # else synchronisations are followed by checks
+            training.mirror_check_interval if local is None else None,  # synchronisations have their own checks
             recorder.unmirrored,
             with_state=sharder is None and local is None,
             apart=local.apart if local is not None else lambda: False,
@@ -197,14 +201,14 @@ class Engine:
         self._features = {type(feature): feature for feature in features}
 
     def attached(self, kind: type[_T]) -> _T | None:
-        """The feature of a class; None where this strategy does not have it."""
+        """Returns the feature of a class, or None if this strategy does not have it."""
         return self._features.get(kind)
 
     # -- models ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def recording(self, sync_batch_norm: bool) -> Iterator[None]:
-        """Inside, modules that are created are recorded."""
+        """Records modules that are created inside the context."""
         adopt = self._adopt(sync_batch_norm)
         if not self.records:
             yield
@@ -217,7 +221,7 @@ class Engine:
             self.events.recorded()
 
     def add(self, module: nn.Module, sync_batch_norm: bool) -> None:
-        """Record a module that exists already."""
+        """Records an existing module."""
         if (adopt := self._adopt(sync_batch_norm)) is not None:
             for layer in module.modules():
                 adopt(layer)
@@ -227,7 +231,7 @@ class Engine:
             self.events.recorded()
 
     def _adopt(self, sync_batch_norm: bool) -> Callable[[nn.Module], None] | None:
-        """A function that lets a layer normalise over the global batch; None if that is not asked for, or at one tower.
+        """Returns a function that makes a layer normalise over the global batch, or None if that is not needed.
 
         Raises:
             ValueError: there are virtual towers.
@@ -247,7 +251,7 @@ class Engine:
         return layers.adopt
 
     def _mirror_recorded(self) -> None:
-        """Make what was recorded equal on all towers and attach everything to it."""
+        """Makes the recorded tensors equal on all towers, and attaches the features to them."""
         tensors, lazy = self.recorder.take()
         self.events.recorded()
         if lazy and self.virtual is not None:
@@ -268,14 +272,14 @@ class Engine:
         self.events.mirrored(parameters)
 
     def _prepare_metrics(self, module: nn.Module) -> None:
-        """Let metrics of torchmetrics in a module take empty shares."""
+        """Makes metrics of torchmetrics in a module support empty shares."""
         if self._several and "torchmetrics" in sys.modules:
             from mirrored.attached import metrics
 
             metrics.prepare(module, self._comm)
 
     def _mirror_lazy(self, module: nn.Module) -> None:
-        """A lazy module has met its first batch, inside the forward of all towers."""
+        """Mirrors a lazy module when it has received its first batch, inside the forward of all towers."""
         self.recorder.add(module)
         self._mirror_recorded()
 
@@ -283,11 +287,11 @@ class Engine:
 
     @property
     def synchronises_batch_norm(self) -> bool:
-        """Whether this code is in a scope whose batch norms take the statistics of the global batch."""
+        """Whether this code is in a scope whose batch norms use the statistics of the global batch."""
         return self.recorder.adopts
 
     def mirror_pending(self) -> None:
-        """Make equal on all towers what was recorded since the last time; all of them call it.
+        """Makes everything recorded since the last call equal on all towers. All towers must call it.
 
         Raises:
             MirrorError: the towers' models differ.
@@ -298,16 +302,16 @@ class Engine:
             self._mirror_recorded()
 
     def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn`` for a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
+        """Wraps ``fn`` for a run on a stand-in: running statistics of this tower's examples are restored after it."""
         from mirrored.empty_shares.statistics import statistics_kept
 
         return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
     def check_before(self, call: str) -> None:
-        """Check that all towers hold the same, unless the script wants no checks but those that it asks for.
+        """Checks that all towers hold the same, unless the script disabled automatic checks.
 
         Args:
-            call: what a person would say is being done, the same on all towers.
+            call: a description of the operation in progress, the same on all towers.
 
         Raises:
             MirrorError, DisagreementError: see ``Strategy.check_mirrored``.
@@ -317,7 +321,7 @@ class Engine:
 
     @property
     def communicates_in_forward(self) -> bool:
-        """Whether the forward of some mirrored model, as the models are now, makes collectives."""
+        """Whether the forward of a mirrored model, in its current mode, runs collectives."""
         from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 
         modules = (module for model in self.recorder.models() for module in model.modules())

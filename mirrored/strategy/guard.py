@@ -1,13 +1,13 @@
-"""Guards against silent drift: checks of optimizers' steps before they change anything, and of early backwards.
+"""Guards against silent drift: checks of optimizers' steps before they change anything, and of early backward passes.
 
-[Note: an average, not a call] A parameter that an optimizer steps needs a gradient that a backward of ours has averaged
-since that optimizer's last step, by whatever way it came into ``p.grad``: gradients of ``torch.autograd.grad``, of
-``no_sync`` or of a compiler's graph are refused. Whether ``backward()`` was called says nothing about that. Gradients
-that are all zeros are equal on all towers, and pass.
+[Note: an average, not a call] A parameter that an optimizer steps needs a gradient that was averaged in a backward
+since that optimizer's last step, however it was assigned to ``p.grad``. Gradients of ``torch.autograd.grad``, of
+``no_sync`` or of a compiler's graph are refused. A call of ``backward()`` is not sufficient evidence. Gradients that
+are all zeros are equal on all towers, and pass.
 
-[Note: layers of Keras] A Keras 3 layer on torch makes its parameters when it is built, which may be after the scope,
-and is trained by an optimizer that is none of torch's. So neither a scope nor the guard of optimizers sees it, and the
-gradients of its parameters are watched themselves.
+[Note: layers of Keras] A Keras 3 layer on torch creates its parameters when it is built, which may be after the scope.
+Its optimizer is not one of torch's. Neither a scope nor the guard of optimizers therefore detects it, and the gradients
+of its parameters are watched directly.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSub
 
 log = get_logger("mirrored")
 
-_KERAS_PARAMETERS = "_torch_params"  # the name of the ParameterDict that a Keras layer makes when it is built
+_KERAS_PARAMETERS = "_torch_params"  # the name of the ParameterDict that a Keras layer creates when it is built
 
 
 class EarlyBackwardGuard:
     """Refuses gradients of parameters that were recorded and are not mirrored yet, since they would not be averaged.
 
     Args:
-        tower: this one, for messages.
-        recorder: knows the parameters.
+        tower: this tower's index, for messages.
+        recorder: has the parameters.
     """
 
     def __init__(self, tower: int, recorder: Recorder) -> None:
@@ -53,7 +53,7 @@ class EarlyBackwardGuard:
         self._hooks: list[GradientHook] = []
 
     def watch(self) -> None:
-        """Refuse gradients of the parameters that are recorded and not mirrored now, and of no others."""
+        """Refuses gradients of exactly those parameters that are now recorded and not mirrored."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -73,13 +73,13 @@ class EarlyBackwardGuard:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step, whose first argument is the optimizer, was given a closure."""
+    """Returns whether a step, whose first argument is the optimizer, received a closure."""
     return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
 
 
 @torch.no_grad()
 def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers anyway."""
+    """Returns whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers in any case."""
     with DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if gradient is None:
@@ -91,18 +91,18 @@ def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
 class OptimizerGuard:
     """Checks each step of a strategy's optimizers before it changes anything.
 
-    An optimizer is checked when it steps inside ``run`` or holds a mirrored parameter; others in the same process are
-    not. Refused are parameters with a gradient that no scope mirrored, steps inside backward,
+    An optimizer is checked if it steps inside ``run`` or holds a mirrored parameter; all others in the process are not.
+    The guard refuses steps inside backward, and parameters with a gradient that no scope mirrored. It also refuses
     gradients that were accumulated in ``no_sync`` and never averaged, and gradients that no backward has averaged since
     the optimizer's last step.
 
     Args:
         comm: the strategy's towers.
-        recorder: knows which parameters are mirrored.
+        recorder: has the mirrored parameters.
         averager: averages the gradients.
-        is_inner_optimizer: whether an optimizer's step belongs to another optimizer's, which has been checked.
-        events: are told of a step of mirrored parameters that was not refused, before and after it; after it also of
-            one inside ``run`` of parameters that no scope mirrored.
+        is_inner_optimizer: returns whether an optimizer's step is part of another optimizer's step, which was checked.
+        events: receive each step of mirrored parameters that was not refused, before and after it. After it, they also
+            receive a step inside ``run`` of parameters that no scope mirrored.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class OptimizerGuard:
         _hook_steps(weakref.ref(self))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to step.
+        """Checks an optimizer that is about to step.
 
         Raises:
-            MirrorError: the step would let the towers drift apart.
+            MirrorError: the step would make the towers drift apart.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not parameters or self._is_inner_optimizer(optimizer):
@@ -155,7 +155,7 @@ class OptimizerGuard:
                 "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
-        if not _has_closure(args, kwargs):  # which is to compute the gradients
+        if not _has_closure(args, kwargs):  # a closure computes the gradients later
             self._check_averaged(optimizer)
         self._health.train()
         self._health.enter(OPTIMIZER)
@@ -166,10 +166,10 @@ class OptimizerGuard:
             self._events.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped.
+        """Checks an optimizer that has stepped.
 
         Raises:
-            MirrorError: on gradients that its closure has not averaged.
+            MirrorError: its closure has not averaged the gradients.
         """
         if self._health.phase != OPTIMIZER or self._is_inner_optimizer(optimizer):
             return
@@ -179,7 +179,7 @@ class OptimizerGuard:
         self._health.enter(AFTER_OPTIMIZER)
 
     def _in_run(self) -> bool:
-        """Whether this code is inside the strategy's ``run``."""
+        """Returns whether this code is inside the strategy's ``run``."""
         frame = current_frame()
         return frame is not None and frame.replica is not None and frame.strategy.communicator is self._comm
 
@@ -231,9 +231,9 @@ class OptimizerGuard:
 
 
 def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
-    """Let a guard see the steps of all optimizers, as long as it lives.
+    """Calls a guard at the steps of all optimizers for as long as the guard exists.
 
-    The hooks stay when the guard is gone: torch iterates over them, and none may be removed meanwhile.
+    The hooks stay after the guard was freed: torch iterates over them, and none may be removed meanwhile.
     """
 
     @disable_dynamo
@@ -251,17 +251,17 @@ def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""Those of all strategies in this process."""
+"""The recorders of all strategies in this process."""
 
 
 def guard_keras_layers(tower: int, recorder: Recorder) -> None:
-    """Refuse gradients of Keras layers that no scope has recorded, as long as a strategy's recorder lives.
+    """Refuses gradients of Keras layers that no scope has recorded, for as long as a strategy's recorder exists.
 
     See [Note: layers of Keras].
 
     Args:
-        tower: this one, for messages.
-        recorder: knows the parameters of the strategy's scopes.
+        tower: this tower's index, for messages.
+        recorder: has the parameters of the strategy's scopes.
     """
     _recorders.add(recorder)
 
@@ -293,7 +293,7 @@ def _refuse_gradient(tower: int, parameter: torch.Tensor, name: str) -> None:
 
 
 def how_to_fit() -> str:
-    """What an error says to somebody who may have called Keras' ``fit`` without :mod:`mirrored.keras`."""
+    """Returns advice for callers that may have called Keras' ``fit`` without :mod:`mirrored.keras`."""
     if "keras" not in sys.modules or "mirrored.keras" in sys.modules:
         return ""
     return ". If it was Keras' model.fit: put the line 'import mirrored.keras' before 'import keras'"

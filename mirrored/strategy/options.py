@@ -6,13 +6,13 @@ import dataclasses
 from typing import Protocol
 
 MIRROR_CHECK_INTERVAL = 250
-"""Runs in which the towers compare all that they hold once, unless a script says otherwise."""
+"""The default of ``mirror_check_interval``: the largest number of runs between two mirror checks."""
 
 _ACTIONS = ("ignore", "warn", "raise")
 
 
 class LocalSteps(Protocol):
-    """Towers step by themselves, and are synchronised every so many steps (:mod:`mirrored.local`)."""
+    """The option ``synchronize``: towers step independently and synchronise periodically (:mod:`mirrored.local`)."""
 
     @property
     def every(self) -> int: ...
@@ -20,10 +20,10 @@ class LocalSteps(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """The arguments of that name of :class:`mirrored.MirroredStrategy`, and whether the storage is central.
+    """The arguments of :class:`mirrored.MirroredStrategy` with these names, and whether the storage is central.
 
     Raises:
-        ValueError: an option is none of its values.
+        ValueError: an option has an invalid value.
     """
 
     shard_optimizer: bool = False

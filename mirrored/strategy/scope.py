@@ -1,10 +1,10 @@
-"""Records what is created in a strategy's scope, by registration hooks; later it is made equal on all towers.
+"""Records the modules of a strategy's scope with registration hooks. Later, they are made equal on all towers.
 
-[Note: recording follows modules] Registration hooks see every parameter that a module registers, but not those of
-copies that ``copy.deepcopy`` has made (``nn.TransformerEncoder`` copies its layer). So registering a child module
-records all that is in it. Recording keeps nothing alive. Garbage is collected before towers compare their models: a
-tower whose interpreter collected earlier than another's would look like a tower with another model. The order of
-modules never depends on addresses.
+[Note: recording follows modules] Registration hooks report every parameter that a module registers, but not parameters
+of copies by ``copy.deepcopy`` (``nn.TransformerEncoder`` copies its layer). The registration of a child module
+therefore records everything in it. Recording does not extend the lifetime of objects. Garbage is collected before
+towers compare their models. Otherwise, a tower whose interpreter collected earlier would appear to have a different
+model. The order of modules never depends on addresses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class Recorder:
     """Records every parameter that is registered in a module while recording is on.
 
-    Nothing is kept alive: what the script throws away is forgotten. Only the global registration hooks of
-    ``torch.nn`` are used, and only inside the scope; modules are changed by what ``start`` is given at most.
+    It holds weak references only, so objects that the script deletes are forgotten. It uses only the global
+    registration hooks of ``torch.nn``, and only inside the scope. Modules are changed only by the function that
+    ``start`` receives.
     """
 
     def __init__(self) -> None:
@@ -49,10 +50,11 @@ class Recorder:
         self.pending = False
 
     def start(self, adopt: Callable[[nn.Module], None] | None = None) -> None:
-        """Begin to record; may be nested.
+        """Starts recording. Calls may be nested.
 
         Args:
-            adopt: is called with every module that is recorded inside, more than once; default the outer start's.
+            adopt: is called with every module that is recorded inside, possibly more than once. Default: the function
+                of the outer ``start``.
         """
         self._scopes.append(adopt or (self._scopes[-1] if self._scopes else None))
         if len(self._scopes) == 1:
@@ -64,11 +66,11 @@ class Recorder:
 
     @property
     def adopts(self) -> bool:
-        """Whether what is recorded now is given to a function of ``start``."""
+        """Whether recorded modules are currently passed to a function of ``start``."""
         return bool(self._scopes) and self._scopes[-1] is not None
 
     def stop(self) -> None:
-        """End what the matching :meth:`start` began."""
+        """Ends the recording of the matching :meth:`start`."""
         self._scopes.pop()
         if not self._scopes:
             for hook in self._hooks:
@@ -89,38 +91,39 @@ class Recorder:
             self.add(child)  # it may be a copy: see [Note: recording follows modules]
 
     def _remember(self, module: nn.Module) -> None:
-        self._modules[id(module)] = module  # at the end, or where it was; a dead module's place is gone with it
+        self._modules[id(module)] = module  # at the end, or at its old position; a freed module leaves no entry
         self.pending = True
         if self._scopes and (adopt := self._scopes[-1]) is not None:
             adopt(module)
 
     def add(self, module: nn.Module) -> None:
-        """Record a module that exists already, with all in it."""
+        """Records an existing module, with everything in it."""
         for layer in module.modules():
             self._remember(layer)
             for name, parameter in own_parameters(layer).items():  # Keras' named_parameters() would change the layer
                 self._on_parameter(layer, name, parameter)
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was recorded and taken."""
+        """Returns whether ``parameter`` was recorded and taken."""
         return self._mirrored.get(id(parameter)) is parameter
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was recorded and not yet taken."""
+        """Returns whether ``parameter`` was recorded and not yet taken."""
         return self._parameters.get(id(parameter)) is parameter
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was recorded, taken or not."""
+        """Returns whether ``parameter`` was recorded, taken or not."""
         return self.is_mirrored(parameter) or parameter in self
 
     def untaken(self) -> list[torch.Tensor]:
-        """The parameters that were recorded, have values and were not yet taken."""
+        """Returns the parameters that were recorded, have values and were not yet taken."""
         return [parameter for parameter in self._parameters.values() if not is_lazy(parameter)]
 
     def take(self) -> tuple[list[Named], list[nn.Module]]:
-        """All recorded parameters and buffers that have values, named, in order of creation.
+        """Returns all recorded parameters and buffers that have values, named, in order of creation.
 
-        They count as mirrored from now on. Returned too, once, are lazy modules that have not seen a batch yet.
+        They count as mirrored from now on. It also returns lazy modules that have not received a batch yet, each only
+        once.
         """
         gc.collect()  # see [Note: recording follows modules]
         modules = list(self._modules.values())
@@ -151,7 +154,7 @@ class Recorder:
         return list(named.values()), newly_awaited
 
     def _name_roots(self, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-        """The outermost of the recorded modules, with names: their classes, numbered when one recurs."""
+        """Returns the outermost recorded modules with names: their classes, numbered if a class recurs."""
         children = {id(child) for module in modules for child in module.children()}
         roots = []
         for module in modules:
@@ -165,14 +168,14 @@ class Recorder:
         return roots
 
     def unmirrored(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, with names, that a script has put into a mirrored module after it was taken."""
+        """Yields parameters, with names, that a script has put into a mirrored module after it was taken."""
         for name, root in self.roots():
             for path, parameter in root.named_parameters():
                 if not self.is_mirrored(parameter) and parameter not in self and not is_lazy(parameter):
                     yield f"{name}.{path}", parameter
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name that messages give a parameter: its path in a mirrored model, else in the module that has it."""
+        """Returns a parameter's name for messages: its path in a mirrored model, otherwise in its own module."""
         not_taken = ((type(module).__name__, module) for module in self._modules.values())
         for name, module in (*self.roots(), *not_taken):
             for path, candidate in module.named_parameters(remove_duplicate=False):
@@ -181,7 +184,7 @@ class Recorder:
         return f"a parameter of shape {tuple(parameter.shape)} that is in no mirrored model"
 
     def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
-        """The living modules with buffers that were taken, with names, in order of creation of the outermost."""
+        """Returns the existing modules with buffers that were taken, named, ordered by creation of the outermost."""
         named: dict[int, tuple[str, nn.Module]] = {}
         for name, module in self._living():
             if own_buffers(module):
@@ -189,36 +192,36 @@ class Recorder:
         return list(named.values())
 
     def name_of_module(self, module: nn.Module) -> str | None:
-        """The name that messages give a module: its path in a mirrored model; None if it is in none."""
+        """Returns a module's name for messages: its path in a mirrored model, or None if it is in none."""
         return next((name for name, candidate in self._living() if candidate is module), None)
 
     def _living(self) -> Iterator[tuple[str, nn.Module]]:
-        """All modules that were taken and still live, with their names, in order of creation of the outermost."""
+        """Yields all modules that were taken and still exist, with names, ordered by creation of the outermost."""
         for name, root in self.roots():
             for path, module in root.named_modules():
                 yield f"{name}.{path}" if path else name, module
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """The outermost modules of all that was taken and still lives, with their names."""
+        """Yields the outermost modules that were taken and still exist, with their names."""
         for name, reference in self._roots:
             if (root := reference()) is not None:
                 yield name, root
 
     def models(self) -> Iterator[nn.Module]:
-        """The outermost modules that were taken, and all that were recorded and not yet taken."""
+        """Yields the outermost modules that were taken, and all that were recorded and not yet taken."""
         for _, root in self.roots():
             yield root
         yield from self._modules.values()
 
 
 def has_uninitialized(module: nn.Module) -> bool:
-    """Whether a lazy module has not met a batch yet."""
+    """Returns whether a lazy module has not received a batch yet."""
     tensors = [*own_parameters(module).values(), *own_buffers(module).values()]
     return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
 
 
 def in_first_forward(module: nn.Module, ready: Callable[[nn.Module], None]) -> None:
-    """Let a lazy module call back, once, in its first forward, when its parameters have shapes.
+    """Calls ``ready`` once, in the first forward of a lazy module, when its parameters have shapes.
 
     The hook is a function, which copies of the module (``copy.deepcopy``) share, so that copying a model does not copy
     the strategy.

@@ -1,4 +1,4 @@
-"""The strategies of several workers: those of a cluster's description, and the hosts of TPUs."""
+"""The strategies of several workers: for the description of a cluster, and for hosts of TPUs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from towers.system import tpu
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """One model on all devices of all workers (machines) of a cluster.
+    """Trains one model on all devices of all workers (machines) of a cluster.
 
-    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
-    else it is this machine alone. With ``TF_CONFIG`` the same script is started on every worker; each becomes
-    its towers, and they meet at the chief's address.
+    The first of these that exists describes the cluster: ``cluster_resolver``, ``TF_CONFIG``, torchrun's variables,
+    SLURM's variables. If none exists, the cluster is this machine. With ``TF_CONFIG``, start the same script on every
+    worker. Each process becomes its worker's towers, and all towers connect to the chief's address.
 
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
-        options: ``devices``, one per tower of this worker, and others of :class:`MirroredStrategy`.
+        options: ``devices``, one per tower of this worker, and other options of :class:`MirroredStrategy`.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
@@ -45,18 +45,19 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
 
 class TPUStrategy(MultiWorkerMirroredStrategy):
-    """One model on all TPUs of this host, or of all hosts of a slice: one tower per TPU.
+    """Trains one model on all TPUs of this host, or of all hosts of a slice, with one tower per TPU.
 
     It needs torch_tpu (the extra ``tpu``), and is otherwise the strategy of several workers. ``MirroredStrategy()``
-    takes the TPUs of one host, too.
+    also supports the TPUs of one host.
 
     Args:
         cluster_resolver: the hosts; default ``TPUClusterResolver()``.
-        options: ``devices``, where not all of this host's TPUs are to be used (``["tpu:0", "tpu:1"]``), and others of
+        options: ``devices``, to use only some of this host's TPUs (``["tpu:0", "tpu:1"]``), and other options of
             :class:`MirroredStrategy`.
 
     Raises:
-        ValueError: torch sees no TPU; the text says why, and what to do. Else see :class:`MirroredStrategy`.
+        ValueError: torch finds no TPU; the message contains the reason and the remedy. Otherwise see
+            :class:`MirroredStrategy`.
         ClusterError: the hosts' variables are wrong.
     """
 

@@ -283,7 +283,11 @@ def reported_value(
     elif "mean" in together.call and relative(b * towers, a) < 1e-3:
         fix = "shares of the global mean (compute_average_loss) add up: strategy.reduce('sum', loss)"
     elif "sum" in together.call and relative(b, a * towers) < 1e-3:
-        fix = "values that are means, or equal on all towers, do not add up: strategy.reduce('mean', value)"
+        fix = (
+            "means, and values that are equal on all towers, do not add up. For a loss: "
+            "mirrored.compute_average_loss of losses per example (reduction='none'), which is right for uneven "
+            "shares, too. For other values: strategy.reduce('mean', value)"
+        )
     elif "sum" in together.call and len(shares) > 1:
         fix = "give the part of the loss that does not depend on the batch to mirrored.scale_regularization_loss"
     what = f"training is equal, but {differs}"

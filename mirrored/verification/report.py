@@ -1,4 +1,4 @@
-"""The report of ``mirrored verify``: the causes that it knows, how it explains one, and the text that it prints."""
+"""The report of ``mirrored verify``: the known causes, their explanations, and the printed report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BATCH_NORM_FIX = (
 
 
 class Cause(enum.Enum):
-    """Why N towers compute something else than one; the value is the short name in the report."""
+    """Why N towers compute something other than one tower. The value is the short name in the report."""
 
     FAILS_EVERYWHERE = "fails-everywhere"
     FAILS_ON_ONE = "fails-on-one-tower"
@@ -75,10 +75,10 @@ class Explanation:
     """One cause of a difference.
 
     Attributes:
-        cause: which one.
+        cause: the cause.
         what: what happens, and where.
         fix: what to change.
-        shown_by: how this is known; "" where it is a guess.
+        shown_by: the evidence; "" for a guess.
     """
 
     cause: Cause
@@ -88,41 +88,41 @@ class Explanation:
 
 
 def at_line(line: int | None) -> str:
-    """``" (line 12)"``, or nothing where the line is not known."""
+    """Returns ``" (line 12)"``, or an empty string if the line is unknown."""
     return f" (line {line})" if line is not None else ""
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Returns the first names of a list, and the number of the remaining ones."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more
 
 
 def plural(count: int, noun: str) -> str:
-    """``"1 tower"``, ``"2 towers"``."""
+    """Returns ``"1 tower"``, ``"2 towers"``."""
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
 class VerificationReport:
-    """Whether N towers compute the same as one, and why not.
+    """Whether N towers compute the same as one, and the causes if they do not.
 
     Attributes:
         script: the script's path, or the module's name.
         towers: N.
-        findings: the explanations, in the order in which the causes take effect; empty when all is equal.
-        rows: the steps that were compared, up to the first that differs.
+        findings: the explanations, in the order in which the causes take effect; empty if all is equal.
+        rows: the compared steps, up to the first that differs.
         tolerance: the largest relative difference that counts as equal.
         exact: whether every bit counts.
-        dropouts: whether dropout was left out of the comparison.
+        dropouts: whether dropout was disabled for the comparison.
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
-        whole_batches: whether every tower was given the whole batch instead of its share: right, but a waste.
-        averaging: whether the script averages otherwise (local steps, compression), which was left out.
-        results: how many values of ``reduce`` and ``gather`` were compared.
-        buffers: how many buffers were compared.
-        unreached: whether the script was ended before any evaluation came.
+        whole_batches: whether every tower received the whole batch instead of its share. This is correct, but a waste.
+        averaging: whether the script averages in another way (local steps, compression), which was disabled.
+        results: the number of compared values of ``reduce`` and ``gather``.
+        buffers: the number of compared buffers.
+        unreached: whether the script was ended before any evaluation ran.
         rounding: the index of the first step at which rounding alone exceeds the tolerance.
-        ended: the exception in which the script ended because its loop was cut short, on one tower as on N.
+        ended: the exception with which the script ended because its loop ended early, on one tower as on N.
     """
 
     script: str
@@ -153,7 +153,7 @@ class VerificationReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1; also 1 without a result: no step to compare, or an end in an exception."""
+        """0 if equal, otherwise 1. Also 1 without a result: no step to compare, or an end with an exception."""
         return 0 if self.equal and self.ended is None else 1
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ class VerificationReport:
 
 
 def make_report(script: str, comparison: RunComparison, explanations: Sequence[Explanation]) -> VerificationReport:
-    """The report of a comparison and what explains its differences."""
+    """Returns the report of a comparison and of the explanations of its differences."""
     one, many, first = comparison.one, comparison.many, comparison.first
     left_out = one.left_out.union(*(trace.left_out for trace in many))
     rows = tuple(row for row in comparison.rows if first is None or row.step <= first.step)

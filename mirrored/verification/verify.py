@@ -1,4 +1,4 @@
-"""``mirrored.verify``: is N towers the same as one? Runs a script on both, compares the traces and explains."""
+"""``mirrored.verify``: runs a script on one tower and on N, compares the traces, and explains the differences."""
 
 from __future__ import annotations
 
@@ -49,38 +49,39 @@ def verify(
     timeout: float = 600.0,
     show_output: bool = False,
 ) -> VerificationReport:
-    """Run a training script, unchanged, on one tower and on several, and say where and why the runs differ.
+    """Runs a training script, unchanged, on one tower and on several, and reports where and why the runs differ.
 
-    Losses, gradients, parameters and buffers of the first steps are compared, the examples of each batch, learning
-    rates, the values that ``strategy.reduce`` and ``gather`` return, and the evaluation after these steps. A cause that
-    the traces do not show is proved by a further run with one thing changed. Each run is a real one: the script writes
-    what it always writes; only the checkpoints of a ``CheckpointManager`` go to a temporary folder.
+    It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and
+    learning rates. It also compares the values that ``strategy.reduce`` and ``gather`` return, and the evaluation after
+    these steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one:
+    the script writes its usual files. Only the checkpoints of a ``CheckpointManager`` are written to a temporary
+    folder.
 
-    The script runs from its beginning; both runs start from one seed. The loop over a distributed dataset ends after
-    the last of the ``steps``, which takes the epoch's last batch; the evaluation that follows runs in whole, and the
-    next step of an optimizer ends the script. Where no evaluation has come, further epochs end after a step each that
-    is not compared. Dropout is left out, ``torch.compile`` runs eagerly, and ``devices`` in the script are ignored.
+    The script runs from its start, and both runs use the same seed. The loop over a distributed dataset ends after the
+    last of the ``steps``, which uses the epoch's last batch. The evaluation that follows runs completely, and the next
+    step of an optimizer ends the script. If no evaluation ran, each further epoch ends after one step, which is not
+    compared. Dropout is disabled, ``torch.compile`` runs eagerly, and ``devices`` in the script are ignored.
 
     Args:
         script: a file, or with ``module`` a module's name.
         args: its command line arguments.
-        towers: how many the second run has, at least 2.
-        steps: how many steps of each optimizer are compared.
-        exact: compare bits (virtual towers).
-        tolerance: largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
-            1e-3 for half precision and autocast. Larger ones count only where they are well above the effect of
-            rounding on a further run on one tower. Learning rates and integers must be equal.
-        devices: one for each tower; default: GPUs where there are enough, otherwise CPU towers.
+        towers: the number of towers of the second run, at least 2.
+        steps: the number of compared steps of each optimizer.
+        exact: whether bits are compared (virtual towers).
+        tolerance: the largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
+            1e-3 for half precision and autocast. Larger differences count only if they are well above the effect of
+            rounding in another run on one tower. Learning rates and integers must be equal.
+        devices: one for each tower. Default: GPUs if there are enough, otherwise CPU towers.
         timeout: seconds for each run.
         show_output: whether to show the chief's output.
 
     Returns:
-        A report; ``str(report)`` is what the command prints.
+        A report. The command prints ``str(report)``.
 
     Raises:
         ValueError: an argument is out of its range.
         TypeError: ``devices`` is a single name.
-        FileNotFoundError: there is no such script, or no such module.
+        FileNotFoundError: the script or module does not exist.
         CannotStartError: called inside a tower.
     """
     if towers < 2:
@@ -107,7 +108,7 @@ def verify(
             traces = job.run(count, dataclasses.replace(interventions, shapes=shapes if count > 1 else None))
         except errors.TowerFailedError:
             return None
-        harmless = interventions.recorded  # an exception after a loop that was cut short
+        harmless = interventions.recorded  # an exception after a loop that ended early
         failed = any(trace.raised is not None and not (trace.cut and harmless) for trace in traces)
         return None if failed else traces
 
@@ -122,17 +123,17 @@ def verify(
     comparison, explanations = compare(one, many, tolerance, exact), list[Explanation]()
     if not job.kept:
         comparison, explanations = explain(comparison, rerun)
-    if job.kept:  # now, or by a further run
+    if job.kept:  # read in the first runs, or in another run
         failed = causes.failure(comparison)
         explanations = [kept_files.not_comparable(job.kept), *([failed] if failed is not None else [])]
     return make_report(name, comparison, explanations)
 
 
 def _module_file(name: str) -> str:
-    """The file of a module; finds it without importing the packages that it is in.
+    """Returns the file of a module, without importing the packages that contain it.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such module.
     """
     top, *inner = name.split(".")
     importlib.invalidate_caches()
@@ -146,7 +147,7 @@ def _module_file(name: str) -> str:
 
 
 def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
-    """A tower died, or the time was over: there is no trace."""
+    """Explains a run without a trace: a tower died, or the time was over."""
     return Explanation(
         Cause.FAILS_ON_ONE if towers == 1 else Cause.FAILS_ON_TOWERS,
         f"the run on {plural(towers, 'tower')} ended before its time: {str(error).splitlines()[-1]}",
@@ -156,19 +157,19 @@ def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ScriptJob:
-    """A script and how it is run.
+    """A script and the settings of its runs.
 
     Attributes:
         script: its path.
         arguments: its command line arguments.
-        module: its name where it is run as by ``python -m``.
-        steps: how many steps of each optimizer are recorded.
+        module: its name if it is run like ``python -m``.
+        steps: the number of recorded steps of each optimizer.
         devices: one for each tower of the larger run.
-        threads: how many each tower has in both runs, since another number adds up in another order.
+        threads: the number of threads of each tower in both runs, since another number sums in another order.
         timeout: seconds for each run.
         show: whether the script's output is shown.
-        begins: when each run began, in seconds since the epoch by the clock of files.
-        kept: files that a run has left and a later one has read.
+        begins: the start of each run as Unix time in seconds, by the clock of files.
+        kept: files that one run has left and a later run has read.
     """
 
     script: str
@@ -183,7 +184,7 @@ class ScriptJob:
     kept: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, towers: int, interventions: Interventions | None = None) -> list[Trace]:
-        """Run the script on so many towers, and return the trace of each.
+        """Runs the script on a number of towers, and returns the trace of each.
 
         Raises:
             TowerFailedError: a tower died, or the time was over.
@@ -198,15 +199,15 @@ class ScriptJob:
 
 
 def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
-    """Run the script in a tower's process, as ``__main__``."""
+    """Runs the script in a tower's process, as ``__main__``."""
     if not job.show:
         _silence()
     os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
     seeds.seed_all(_SEED)
     sys.argv = [job.script, *job.arguments]
     sys.path.insert(0, os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
-    torch.compiler.set_stance("force_eager")  # hooks see what a compiled step does
-    gc.freeze()  # the recorder searches the script's objects, and nothing older
+    torch.compiler.set_stance("force_eager")  # hooks run inside a compiled step
+    gc.freeze()  # the recorder searches only the script's objects, not older ones
     recorder = (
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )

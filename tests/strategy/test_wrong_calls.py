@@ -133,7 +133,7 @@ def test_signatures_stay_what_they_are() -> None:
     assert list(strategy.parameters)[:2] == ["devices", "communication"]
     assert strategy.parameters["communication"].kind is inspect.Parameter.KEYWORD_ONLY
     assert "global_batch_size" in inspect.signature(mirrored.Strategy.distribute_dataset).parameters
-    assert (mirrored.Strategy.run.__doc__ or "").startswith("Call ``fn(*args, **kwargs)``")
+    assert (mirrored.Strategy.run.__doc__ or "").startswith("Calls ``fn(*args, **kwargs)``")
     with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'step'"):
         mirrored.OneDeviceStrategy().run(two_arguments, (1,), step=3)  # type: ignore[call-arg]
 

@@ -1,29 +1,29 @@
-"""PowerSGD (arXiv:1905.13727): gradients that travel as products of two thin matrices.
+"""PowerSGD (arXiv:1905.13727): gradients that are sent as products of two thin matrices.
 
-A gradient is a matrix of shape (rows, columns), transposed where it has more rows. Its product is that of P, of shape
-(rows, rank), and Q, of shape (rank, columns) when transposed. The rest of the gradient is the tower's *error*, which is
-added to its next gradient. One average goes like this::
+A gradient is a matrix of shape (rows, columns), transposed if it has more rows than columns. Its product is that of P,
+of shape (rows, rank), and the transpose of Q, of shape (columns, rank). The rest of the gradient is the tower's
+*error*, which is added to its next gradient. One average consists of these steps::
 
     start     error += gradient;  P = error · orthogonalized Q of the last time
-              average P, and beside it what is too small to gain anything, while backward goes on
+              average P, together with gradients too small for compression, while backward continues
     finish    orthogonalize P;  Q = errorᵀ · P
               average Q and the orthogonalized P
               gradient = P · Qᵀ;  error -= gradient
 
-P and Q are linear in the gradient. So their means over the towers of a host, taken in shared memory, are those of the
-host's mean gradient, and only they cross the network.
+P and Q are linear in the gradient. Their means over the towers of a host, computed in shared memory, are therefore
+those of the host's mean gradient, and only they are sent over the network.
 
-[Note: P is averaged twice] How LAPACK rounds when it orthogonalizes depends on the number of threads (with 1, 2 and 4
-threads it gave three results), which differs between hosts of different numbers of towers. The product of the two means
-does not: it sums up as few numbers as the rank, in their order. So all towers multiply the same P.
+[Note: P is averaged twice] LAPACK's rounding in the orthogonalization depends on the number of threads (1, 2 and 4
+threads gave three results). This number differs between hosts of different numbers of towers. The product of the two
+means does not depend on it: each sum has only as many terms as the rank, in order. All towers thus multiply the same P.
 
-[Note: torch's hook] ``powerSGD_hook`` of torch's ``ddp_comm_hooks`` computes the same, and is not used. It makes its
-collectives by itself, on one c10d group and in callbacks on Gloo's threads: waits would have no deadline and no name,
-and hosts no two levels. It compresses what no tower has used, so errors get lost; a NaN never leaves its errors; and
-for CPU towers on a machine with GPUs it fails (it synchronises with a GPU).
+[Note: torch's hook] ``powerSGD_hook`` of torch's ``ddp_comm_hooks`` computes the same, and is not used. It runs its
+collectives itself, on one c10d group and in callbacks on Gloo's threads. Waits would have no deadline and no name, and
+hosts no two levels. It compresses gradients that no tower has used, so errors are lost, and a NaN never leaves its
+errors. For CPU towers on a machine with GPUs it fails, because it synchronises with a GPU.
 
-[Note: unused parameters] Whether any tower has used a parameter is known with P. A gradient that none has computed
-stays as it was, and so does its error. Between accelerators these flags come later, so all count as used.
+[Note: unused parameters] Whether any tower has used a parameter is known with P. A gradient that no tower has computed
+stays unchanged, and so does its error. Between accelerators these flags arrive later, so all parameters count as used.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ _REFUSED = {
 class PowerSGD(Compression):
     """Sends gradients of two or more dimensions as products of two thin matrices (arXiv:1905.13727).
 
-    A gradient of shape (n, …) counts as a matrix of n rows. It is sent so where that takes less than half of its bytes;
-    all others, and sparse ones, are sent as they are.
+    A gradient of shape (n, …) counts as a matrix of n rows. It is compressed if that takes less than half of its bytes.
+    All other gradients, and sparse ones, are sent unchanged.
 
     Args:
-        rank: columns of the thin matrices, at least 1. More are closer to the gradient, and more bytes.
-        start_step: averages before the first compressed one, one a backward. Those are exact.
+        rank: the number of columns of the thin matrices, at least 1. A larger rank is closer to the gradient, and takes
+            more bytes.
+        start_step: the number of averages, one per backward, before the first compressed one. These are exact.
 
     Raises:
-        ValueError: one of them is no whole number, or too small.
+        ValueError: an argument is not a whole number, or too small.
     """
 
     rank: int = 4
@@ -76,10 +77,10 @@ class PowerSGD(Compression):
 
 
 def checked(how: Compression, training: Mapping[str, Any]) -> PowerSGD:
-    """The way of compressing, where a strategy's other options (by name) go with it.
+    """Returns the compression, if a strategy's other options (by name) are compatible with it.
 
     Raises:
-        ValueError: one does not.
+        ValueError: an option is not.
     """
     assert isinstance(how, PowerSGD), "no other way exists"
     for name, reason in _REFUSED.items():
@@ -90,10 +91,11 @@ def checked(how: Compression, training: Mapping[str, Any]) -> PowerSGD:
 
 @dataclasses.dataclass
 class _Matrix:
-    """What is kept of a gradient from one backward to the next.
+    """The state of a gradient between backward passes.
 
     Attributes:
-        error: (rows, columns), this tower's, times :attr:`Reduction.scale`; with the gradient, until Q is averaged.
+        error: (rows, columns), this tower's, times :attr:`Reduction.scale`; including the gradient, until Q is
+            averaged.
         q: (columns, rank), the last mean Q, the same on all towers.
     """
 
@@ -102,12 +104,12 @@ class _Matrix:
 
 
 class LowRankAverage(AllReduce):
-    """Averages gradients as products of thin matrices; at first, and where that gains nothing, by all-reduces.
+    """Averages gradients as products of thin matrices. At first, and if compression has no gain, it runs all-reduces.
 
-    The means have the same bits on all towers whose devices multiply alike (see [Note: P is averaged twice]).
+    The means have the same bits on all towers whose devices multiply identically (see [Note: P is averaged twice]).
 
     Attributes:
-        step: how many averages there were. A checkpoint sets it on all towers; errors and Qs are in none.
+        step: the number of averages so far. A checkpoint sets it on all towers; it does not contain errors and Qs.
     """
 
     def __init__(self, channel: Communicator, how: PowerSGD) -> None:
@@ -129,17 +131,17 @@ class LowRankAverage(AllReduce):
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         tails = super().finish(buckets)
         running, self._running = self._running, []
-        for _ in range(2):  # P is there, then Q
+        for _ in range(2):  # P has arrived, then Q
             for average in running:
                 next(average, None)
         self.step += 1
         return tails
 
     def _average(self, bucket: Bucket, matrices: dict[DenseSlot, _Matrix]) -> Iterator[None]:
-        """Average a bucket, in three stages: at each ``yield`` something is on its way.
+        """Averages a bucket in three stages: at each ``yield``, a collective is running.
 
         Args:
-            matrices: what travels as a product.
+            matrices: the gradients that are sent as products.
         """
         for slot, matrix in matrices.items():
             matrix.error += _wide(slot)
@@ -160,8 +162,8 @@ class LowRankAverage(AllReduce):
             matrix.error.sub_(gradient, alpha=self.scale if slot in used else 1.0).nan_to_num_(0.0, 0.0, 0.0)
 
     def _send(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Average tensors in place, in one collective."""
-        # with out=, torch.autocast leaves it alone
+        """Averages tensors in place, in one collective."""
+        # with out=, torch.autocast does not change the dtype
         message = torch.cat([tensor.reshape(-1) for tensor in tensors], out=tensors[0].new_empty(0))
         pending = self._channel.submit_average(message)
         yield
@@ -170,7 +172,7 @@ class LowRankAverage(AllReduce):
         foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
 
     def _rank(self, slot: DenseSlot) -> int:
-        """The rank of the product that a gradient travels as; 0 where it travels as it is."""
+        """Returns the rank of the product that is sent for a gradient, or 0 if the gradient itself is sent."""
         if len(slot.shape) < 2 or not slot.numel:
             return 0
         rows, columns = _wide(slot).shape
@@ -178,14 +180,14 @@ class LowRankAverage(AllReduce):
         return rank if 2 * rank * (2 * rows + columns) < rows * columns else 0
 
     def _matrix(self, slot: DenseSlot, rank: int) -> _Matrix:
-        """What is kept of a gradient, made anew where it was of another kind, or there is none.
+        """Returns the state of a gradient. A new one is created if there is none, or if its dtype or device differ.
 
-        A tower whose parameter is gone contributes zeros, whatever its Q is.
+        A tower whose parameter was deleted contributes zeros, for any Q.
         """
         wide, parameter = _wide(slot), slot.parameter()
         matrix: _Matrix | None = None if parameter is None else self._matrices.get(parameter)
         if matrix is None or (matrix.error.dtype, matrix.error.device) != (wide.dtype, wide.device):
-            same = torch.Generator(device="cpu").manual_seed(0)  # on all towers
+            same = torch.Generator(device="cpu").manual_seed(0)  # the same numbers on all towers
             q = torch.randn((wide.shape[1], rank), generator=same, dtype=torch.float32, device="cpu").to(wide)
             matrix = _Matrix(torch.zeros_like(wide), q)
             if parameter is not None:
@@ -194,23 +196,23 @@ class LowRankAverage(AllReduce):
 
 
 def _flat(slot: DenseSlot) -> Tensor:
-    """A slot's place in its bucket, in the order of its memory."""
+    """Returns a slot's part of its bucket, in the order of its memory."""
     return slot.bucket.buffer[slot.start : slot.start + slot.numel]
 
 
 def _wide(slot: DenseSlot) -> Tensor:
-    """The same as a matrix that has no more rows than columns."""
+    """Returns the same part as a matrix that has no more rows than columns."""
     matrix = _flat(slot).view(slot.shape[0], -1)
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, in their dtype within ``torch.autocast``, too; by columns in memory, which is quicker."""
+    """Returns ``a @ b`` in their dtype, even within ``torch.autocast``. It is stored by columns, which is faster."""
     return torch.mm(a, b, out=a.new_empty((b.shape[1], a.shape[0])).T)
 
 
 def _orthogonal(tall: Tensor) -> Tensor:
-    """An orthonormal basis of a space with the columns of ``tall`` in it, which may be dependent, or not finite."""
+    """Returns an orthonormal basis of a space with the columns of ``tall``, which may be dependent or not finite."""
     finite = tall.nan_to_num(0.0, 0.0, 0.0)
     basis: Tensor = torch.linalg.qr(finite.to(torch.promote_types(tall.dtype, torch.float32)))[0]
     return basis.to(tall.dtype)
