@@ -1,7 +1,7 @@
-"""``python …/towers …`` is the agent that runs several towers.
+"""Runs the agent of several towers: ``python …/towers …``.
 
-It is started by this folder's path, so that neither the current directory nor the script's can put another
-``towers`` in its way.
+It is started through this folder's path, so that another ``towers`` in the current directory or the script's directory
+cannot replace it.
 """
 
 import gc
@@ -12,7 +12,7 @@ gc.disable()  # [Note: no garbage while loading] of towers/launching/fork_server
 
 _here = pathlib.Path(__file__).resolve().parent
 if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
-    sys.path.pop(0)  # this folder's modules are the package's only
+    sys.path.pop(0)  # this folder's modules may be imported only through the package
 if str(_here.parent) not in sys.path:
     sys.path.append(str(_here.parent))
 

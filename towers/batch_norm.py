@@ -1,14 +1,13 @@
 """Batch normalisation over the global batch (Ioffe and Szegedy, 2015), forward and backward.
 
-Every tower sends how many values a channel has in its share, their mean and the sum of their squared deviations from
-it; all towers put these together by the formula of Chan, Golub and LeVeque (1979), in tower order and in float64, and
+Every tower sends the number of values per channel in its share, their mean, and the sum of their squared deviations
+from it. All towers combine these with the formula of Chan, Golub and LeVeque (1979), in tower order and in float64, and
 so get the same bits. The variance is never a difference of two large sums.
 
-The gradient with respect to a tower's input belongs to the sum of all towers' losses, since each tower's output depends
-on every tower's input. On N towers a tower's loss is N times its part of the global loss (rule R3,
-docs/concepts/towers.md). The gradient is therefore N times that of the global loss, as in every
-other layer. The gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them
-right.
+The gradient with respect to a tower's input is that of the sum of all towers' losses, because each tower's output
+depends on every tower's input. On N towers, a tower's loss is N times its part of the global loss (rule R3,
+docs/concepts/towers.md). The gradient is therefore N times that of the global loss, as in every other layer. The
+gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them correct.
 """
 
 from __future__ import annotations
@@ -33,26 +32,25 @@ def normalise(
     eps: float,
     counts: bool = True,
 ) -> Tensor:
-    """Normalise every channel of ``x`` by the mean and variance of all towers' ``x``; one collective each way.
+    """Normalises every channel of ``x`` with the mean and variance of all towers' ``x``, in one collective each way.
 
     Args:
-        gather: what the towers communicate by.
-        name: what messages call the layer; the same on all towers.
+        gather: the collectives of the towers.
+        name: the layer's name in messages; the same on all towers.
         x: shape ``(n, channels, *any)``, floating point; ``n`` and ``any`` may differ between towers and be 0.
         weight, bias: shape ``(channels,)``, or None.
-        running: mean and (unbiased) variance to be updated in place; left alone when all shares are empty.
+        running: mean and (unbiased) variance to update in place. They do not change if all shares are empty.
         momentum: the new statistics' weight in them, a number or a tensor of one.
         eps: added to the variance.
-        counts: whether ``x`` is among the values that mean and variance are of. What is not is normalised by them as
-            by constants.
+        counts: whether ``x`` contributes to mean and variance. Otherwise, it is normalised with them as constants.
 
     Returns:
-        As ``F.batch_norm``: shape, dtype and memory format of ``x``. Statistics are float64 for float64, else float32.
-        May be differentiated any number of times.
+        As ``F.batch_norm``: shape, dtype and memory format of ``x``. Statistics are float64 for float64, otherwise
+        float32. It may be differentiated any number of times.
 
     Raises:
-        ValueError: on all towers, when they have one value per channel together (on GPUs by a later call).
-        DisagreementError: on all towers, when they are at different layers (on GPUs by a later call).
+        ValueError: on all towers, if they have one value per channel together (on GPUs in a later call).
+        DisagreementError: on all towers, if they are at different layers (on GPUs in a later call).
     """
     if counts:
         result: Tensor = _Normalise.apply(x, weight, bias, gather, name, running, momentum, eps, None)
@@ -78,7 +76,7 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         statistics: list[Tensor] | None,
     ) -> Tensor:
-        """``statistics`` takes mean and variance."""
+        """Normalises ``x``, and appends mean and variance to ``statistics``."""
         channels = x.shape[1]
         count = x.numel() // channels if channels else 0
         counts, rows = gather(
@@ -136,12 +134,12 @@ def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor) -> Tensor:
-    """Mean and sum of squared deviations of this tower's channels, one after the other, as float64."""
+    """Returns mean and sum of squared deviations of this tower's channels, one after the other, as float64."""
     if x.numel() == 0:
         return x.new_zeros(2 * x.shape[1], dtype=torch.float64)
     dims = _dims(x)
     x = x.to(_precise(x))
-    if x.device.type == "cpu":  # where torch's var_mean takes ten times as long
+    if x.device.type == "cpu":  # torch's var_mean takes ten times as long there
         mean = x.mean(dims)
         squares = (x - _broadcast(mean, x)).square_().sum(dims)
         return torch.cat([mean, squares]).double()
@@ -157,7 +155,7 @@ def _refuse_a_single_value(total: int, name: str) -> None:
 
 
 def _combine(counts: Tensor, means: Tensor, squares: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of all towers' values; zeros when there are none."""
+    """Returns mean and biased variance of all towers' values; zeros if there are none."""
     at_least_one = total.clamp(min=1)
     shares = counts.unsqueeze(1) / at_least_one
     mean = (shares * means).sum(0)
@@ -168,7 +166,7 @@ def _combine(counts: Tensor, means: Tensor, squares: Tensor, total: Tensor) -> t
 def _follow(
     running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, total: Tensor, momentum: float | Tensor
 ) -> None:
-    """Move the running statistics towards the new ones, by nothing when there are no values."""
+    """Moves the running statistics towards the new ones, except if there are no values."""
     step = total.clamp(max=1) * momentum
     unbiased = variance * (total / (total - 1).clamp(min=1))
     for tensor, new in zip(running, (mean, unbiased), strict=True):
@@ -176,14 +174,14 @@ def _follow(
 
 
 def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """This tower's sums, per channel, of gradient times normalised input and of the gradient.
+    """Returns this tower's sums, per channel, of gradient times normalised input and of the gradient.
 
     Args:
         deviation: 1 over the standard deviation.
     """
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    # The weight does not matter to these sums, but its dtype is the one that they are made in.
+    # The weight does not affect these sums, but they are computed in its dtype.
     _, products, gradients = torch.ops.aten.native_batch_norm_backward(
         dy, x, deviation, None, None, mean, deviation, True, eps, [False, True, True]
     )
@@ -193,11 +191,11 @@ def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, eps: float
 def _input_gradient(
     dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, eps: float, means: Tensor
 ) -> Tensor:
-    """``scale * (dy - mean(dy) - normal * mean(dy * normal))``, with normal the normalised ``x``.
+    """Returns ``scale * (dy - mean(dy) - normal * mean(dy * normal))``, with normal the normalised ``x``.
 
     Args:
         scale: weight over standard deviation.
-        means: over all towers, of what :func:`_own_sums` sums.
+        means: the means, over all towers, of the quantities in :func:`_own_sums`.
     """
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -210,7 +208,7 @@ def _input_gradient(
 def _differentiable_gradients(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias as a graph, for ``create_graph=True``: with the statistics computed again."""
+    """Returns the gradients of x, weight and bias as a graph, for ``create_graph=True``, with recomputed statistics."""
     dtype = _precise(x)
     precise_x, dims, total = x.to(dtype), _dims(x), total.clamp(min=1).to(dtype)
 

@@ -1,10 +1,10 @@
-"""A c10d process group in Python: ordered calls, messages, and the properties that c10d asks for.
+"""A c10d process group in Python: ordered calls, messages, and the properties that c10d reads.
 
-[Note: a whole group in Python] c10d accepts a Python class for a whole process group. It takes backends within a group
-from Python since torch 2.14, but hands out what they return in a holder that passes on ``wait`` and ``get_future``
-only: ``is_completed()`` stays False for ever, and ``recv`` from any source cannot say from whom (torch 2.15). So ours
-is a whole group on every version. A group can still combine ours with NCCL: when the first tensor of another device
-comes, it makes a second, plain group of the backends that were named beside ours, and passes such calls to it.
+[Note: a whole group in Python] c10d accepts a Python class for a whole process group. Since torch 2.14, it also accepts
+backends within a group in Python. But it wraps their results in a holder that passes on ``wait`` and ``get_future``
+only: ``is_completed()`` stays False forever, and ``recv`` from any source cannot report the source (torch 2.15). So
+this class is a whole group on every version. A group can still combine it with NCCL. At the first tensor of another
+device, it makes a second, plain group of the other named backends, and passes such calls to it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from towers.system.torch_private import name_backend
 
 
 class Group(dist.ProcessGroup):
-    """The methods that ``torch.distributed`` calls, without collectives; users call ``torch.distributed``.
+    """The methods that ``torch.distributed`` calls, without collectives. Users call ``torch.distributed``.
 
-    A call without ``async_op`` runs in the caller. One with it runs in a thread of the group, since the other ranks may
-    wait for the caller's next call: collectives of two groups in another order, or a message. Sends never block
-    (:mod:`towers.c10d.mailbox`); a message is received in the thread that waits for it.
+    A call without ``async_op`` runs in the caller. A call with it runs in a thread of the group, because the other
+    ranks may wait for the caller's next call: collectives of two groups in another order, or a message. Sends never
+    block (:mod:`towers.c10d.mailbox`). A message is received in the thread that waits for it.
 
     After a rank was lost or a call timed out, the group cannot be used any more, and every call raises an error.
 
     Args:
-        ranks: global ranks of the members; for error messages.
-        seconds: how long a collective may take.
+        ranks: global ranks of the members, for error messages.
+        seconds: the deadline of a collective.
     """
 
     supports_splitting = False
@@ -53,7 +53,7 @@ class Group(dist.ProcessGroup):
         store: dist.Store,
         seconds: float,
     ) -> None:
-        super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch takes it for a C++ group
+        super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch treats it as a C++ group
         self._backend_name = name
         self._comm: SharedMemoryCommunicator | None = comm
         self._tags = comm.regions.barrier.tags
@@ -74,15 +74,16 @@ class Group(dist.ProcessGroup):
         result: Sequence[Tensor] = (),
         signature: str = "",
     ) -> CompletedWork:
-        """Run a collective, now or in the thread of the group.
+        """Runs a collective, now or in the thread of the group.
 
         Args:
             call: its name.
-            opts: c10d's options, which say whether the call is asynchronous.
+            opts: c10d's options, which contain whether the call is asynchronous.
             task: the collective.
             result: the tensors that it writes.
-            signature: arguments that must be the same on all ranks. They are compared when the collective is done; with
-                TORCH_DISTRIBUTED_DEBUG=DETAIL also before it begins, so that nothing is overwritten.
+            signature: arguments that must be the same on all ranks. They are compared after the collective. With
+                TORCH_DISTRIBUTED_DEBUG=DETAIL, they are also compared before it starts, so that no tensor is
+                overwritten.
         """
         comm = self._comm
         if self._broken or comm is None:
@@ -95,13 +96,13 @@ class Group(dist.ProcessGroup):
             self._tags.write(self._number, f"{call} {signature}")
             agreed = False
             try:
-                with torch.inference_mode():  # in which any tensor may be written
+                with torch.inference_mode():  # inside, any tensor may be written
                     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                         announce(comm, f"{call} {signature}")
                     agreed = True
                     count = comm.regions.barrier.count
                     task(comm)
-                    if comm.regions.barrier.count == count:  # without elements to send, nobody waits
+                    if comm.regions.barrier.count == count:  # without elements to send, no rank waits
                         comm.barrier()
                 self._check_calls()
             except (PeerLostError, CollectiveTimeoutError) as error:
@@ -128,7 +129,7 @@ class Group(dist.ProcessGroup):
         return type(error)(text)
 
     def _explained(self, call: str, error: Exception) -> Exception:
-        """The cause of an error: ranks that make different calls may see any error."""
+        """Returns the cause of an error, because ranks that make different calls may see any error."""
         try:
             self._check_calls()
         except DisagreementError as reason:
@@ -136,10 +137,10 @@ class Group(dist.ProcessGroup):
         return error
 
     def _check_calls(self) -> None:
-        """Check that all ranks that are in this call have called the same.
+        """Checks that all ranks that are in this call have made the same call.
 
         Raises:
-            DisagreementError: another rank has called something else.
+            DisagreementError: another rank has made a different call.
         """
         calls = self._tags.differing()
         for rank, other in enumerate(calls):
@@ -150,7 +151,7 @@ class Group(dist.ProcessGroup):
                 )
 
     def root(self, call: str, opts: Any) -> int:
-        """The root rank in ``opts`` (options, or a rank), within the group.
+        """Returns the root rank in ``opts`` (options, or a rank), within the group.
 
         Raises:
             ArgumentError: there is no such rank.
@@ -190,9 +191,9 @@ class Group(dist.ProcessGroup):
         return self._mailbox
 
     def other_devices(self, device: torch.device) -> dist.ProcessGroup:
-        """The group of the backends that were named beside ours, for tensors that are not on the CPU.
+        """Returns the group of the other named backends, for tensors that are not on the CPU.
 
-        All ranks of the group call this at first; see [Note: a whole group in Python].
+        All ranks of the group make the first call together; see [Note: a whole group in Python].
 
         Args:
             device: this rank's; bound to the group if it has an index.
@@ -212,17 +213,17 @@ class Group(dist.ProcessGroup):
                 dist.get_process_group_ranks(self),
                 timedelta(seconds=self._seconds),
                 ",".join(others),
-                use_local_synchronization=True,  # the ranks of the group, not all
+                use_local_synchronization=True,  # only the ranks of the group call this
                 device_id=device if device.index is not None else None,
             )
-            # Else a rank that leaves at once would cut off those that Gloo has not connected to it yet.
+            # Otherwise, a rank that leaves at once would fail others that Gloo has not connected to it yet.
             self.do("barrier", None, lambda comm: comm.barrier()).wait()
         return self._other
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    # The C++ class asks these for its ``name()``, ``group_name``, …; the description it keeps itself.
+    # The C++ class calls these for its ``name()``, ``group_name``, …; it stores the description itself.
 
     def getBackendName(self) -> str:
         return self._backend_name
@@ -254,7 +255,7 @@ class Group(dist.ProcessGroup):
         return CompletedWork() if device.type == "cpu" else self.other_devices(device)._end_coalescing(device)
 
     def shutdown(self) -> None:
-        """Complete all queued calls, and leave."""
+        """Completes all queued calls, and leaves."""
         comm, mailbox = self._comm, self._mailbox
         if comm is None or mailbox is None:
             return
@@ -266,7 +267,7 @@ class Group(dist.ProcessGroup):
             self._other.shutdown()
 
     def abort(self) -> None:
-        """Leave without waiting for other ranks."""
+        """Leaves without waiting for other ranks."""
         self._broken = self._broken or "the process group was aborted"
         if self._other is not None:
             self._other.abort()

@@ -1,7 +1,8 @@
-"""Point-to-point messages between towers of one host, whose sends never block.
+"""Point-to-point messages between towers of one host. Sends never block.
 
-A sender always finds room (:mod:`towers.c10d.streams`), so towers that send to each other at once cannot deadlock, in
-whatever order they then receive. Messages are read from the streams by any thread that waits for one.
+A sender always has memory for a message (:mod:`towers.c10d.streams`), so towers that send to each other at the same
+time cannot deadlock, in whichever order they then receive. Any thread that waits for a message reads messages from the
+streams.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from towers.collectives.shared_memory.sharing import map_segments
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.timeouts import Deadline
 
-_POLL = 0.1  # seconds between two checks whether the others are alive
-_EXIT_SECONDS = 30.0  # how long a program that ends waits for its receivers
+_POLL = 0.1  # seconds between two checks whether the others still run
+_EXIT_SECONDS = 30.0  # a program's wait for its receivers, at its end
 
 
 class _SegmentLayout:
@@ -45,9 +46,9 @@ class ReceiveWork(CompletedWork):
     """A message that a tower waits for.
 
     Attributes:
-        into: takes its content.
-        source: the sender, None for any; set to the actual one on arrival.
-        done: whether it has arrived, or never will, for which there is an error.
+        into: receives its content.
+        source: the sender, None for any. On arrival, it is set to the actual one.
+        done: whether it has arrived, or never will, which an error explains.
     """
 
     def __init__(self, mailbox: Mailbox, into: Tensor, source: int | None, tag: int) -> None:
@@ -57,11 +58,11 @@ class ReceiveWork(CompletedWork):
         self.error: BaseException | None = None
 
     def accepts(self, message: Message) -> bool:
-        """Whether sender and tag are those that are waited for."""
+        """Returns whether sender and tag are the expected ones."""
         return self.tag == message.tag and self.source in (None, message.source)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when it has arrived.
+        """Waits until it has arrived.
 
         Raises:
             PeerLostError: its sender has ended.
@@ -103,14 +104,14 @@ class ReceiveWork(CompletedWork):
 
 
 class Mailbox:
-    """One tower's messages to and from the others of its host; making it is a collective.
+    """One tower's messages to and from the others of its host. Creating it is a collective.
 
     Args:
         comm: a communicator of the same towers.
-        seconds: how long to wait for a message.
+        seconds: the time to wait for a message.
 
     Raises:
-        OSError: on all towers, when one could not make or map its memory.
+        OSError: on all towers, if one could not allocate or map its memory.
     """
 
     def __init__(self, comm: Communicator, seconds: float) -> None:
@@ -150,7 +151,7 @@ class Mailbox:
         self._exit = weakref.finalize(self, _drain_at_exit, os.getpid(), self._senders, self._peers, segments)
 
     def send(self, content: Tensor, to: int, tag: int = 0) -> None:
-        """Send a copy of ``content`` (flat, uint8) to tower ``to``; never blocks.
+        """Sends a copy of ``content`` (flat, uint8) to tower ``to``. It never blocks.
 
         Raises:
             OSError: there is no memory for it.
@@ -159,7 +160,7 @@ class Mailbox:
             self._senders[to].send(content, tag)
 
     def receive(self, into: Tensor, source: int | None, tag: int = 0) -> ReceiveWork:
-        """Copy the next message from ``source`` (None: any) with this tag to ``into`` when it arrives."""
+        """Copies the next message from ``source`` (None: any) with this tag to ``into`` when it arrives."""
         receive = ReceiveWork(self, into, source, tag)
         with self._lock:
             self._read()
@@ -172,12 +173,12 @@ class Mailbox:
         return receive
 
     def poll(self) -> None:
-        """Deliver what has arrived; never blocks."""
+        """Delivers messages that have arrived. It never blocks."""
         with self._lock:
             self._read()
 
     def wait_for(self, receive: ReceiveWork, seconds: float) -> None:
-        """:meth:`ReceiveWork.wait`; 0 seconds are as many as a message may take."""
+        """Performs :meth:`ReceiveWork.wait`. 0 seconds select the mailbox's time for a message."""
         seconds = seconds if seconds > 0 else self._seconds
         deadline = Deadline(seconds)
         self._waiting += 1
@@ -186,7 +187,7 @@ class Mailbox:
                 if semaphores.sleep_until_taken(self._doorbell, _POLL):
                     continue
                 gone = self._peers.gone()
-                if receive.is_completed():  # it was sent before its sender ended
+                if receive.is_completed():  # the message was sent before its sender ended
                     break
                 if gone and (receive.source in gone or (receive.source is None and len(gone) == len(self._senders))):
                     raise self._lost(receive, gone)
@@ -204,7 +205,7 @@ class Mailbox:
         finally:
             self._waiting -= 1
             if self._waiting:
-                semaphores.post(self._doorbell)  # this thread may have taken the ring that was for another
+                semaphores.post(self._doorbell)  # this thread may have taken the post that was for another
         if receive.error is not None:
             raise receive.error
 
@@ -227,7 +228,7 @@ class Mailbox:
         into = receive.into.detach()
         sent, room = message.content.numel(), into.nbytes
         if sent == room:
-            with torch.inference_mode():  # in which any tensor may be written
+            with torch.inference_mode():  # inside, any tensor may be written
                 into.copy_(message.content.view(into.dtype).view(into.shape))
         else:
             receive.error = DisagreementError(
@@ -237,10 +238,10 @@ class Mailbox:
         self._receivers[message.source].acknowledge()
 
     def close(self, seconds: float | None = None) -> None:
-        """Stop sending and receiving, after the receivers have mapped all large messages.
+        """Stops sending and receiving, after the receivers have mapped all large messages.
 
         Args:
-            seconds: how long to wait for them; default: as for a message.
+            seconds: the time to wait for them. Default: that for a message.
         """
         if self._exit.detach():
             _drain(self._senders, self._peers, self._segments, self._seconds if seconds is None else seconds)
@@ -252,7 +253,7 @@ def _drain_at_exit(process: int, senders: dict[int, Sender], peers: PeerProcesse
 
 
 def _drain(senders: dict[int, Sender], peers: PeerProcesses, segments: list[Segment], seconds: float) -> None:
-    """Close the senders; ``segments`` is an argument so that their memory stays mapped until then."""
+    """Closes the senders. ``segments`` is an argument so that their memory stays mapped until then."""
     deadline = Deadline(seconds)
     for to, sender in senders.items():
         sender.close(deadline.remaining(), peers, to)

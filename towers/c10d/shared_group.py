@@ -55,9 +55,9 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             total = sum_rows(comm, tensor)
-            # copy_ replaces the memory of a sparse tensor; that of inference mode could not be used outside of it.
+            # copy_ replaces the memory of a sparse tensor. Memory from inference mode could not be used outside of it.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(total)  # not detached: that would be another sparse tensor
+                tensor.copy_(total)  # not detached, because that would be another sparse tensor
 
         return self.do("all_reduce", opts, task, [tensor], f"sparse {signature(tensor)}")
 
@@ -106,14 +106,14 @@ class SharedMemoryGroup(Group):
     def _all_gather(
         self, call: str, columns: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
     ) -> CompletedWork:
-        """Gather each of ``inputs`` into the tensors of one of ``columns``."""
+        """Gathers each of ``inputs`` into the tensors of one of ``columns``."""
 
         def task(comm: SharedMemoryCommunicator) -> None:
             for rows, tensor in zip(columns, inputs, strict=True):
                 with outputs_of(rows) as dense:
                     if all(row.numel() == tensor.numel() for row in rows):
                         comm.all_gather_into(dense, tensor)
-                    else:  # then they do on all ranks
+                    else:  # then the numbers differ on all ranks
                         comm.exchange([as_bytes(tensor)] * comm.size, [as_bytes(row) for row in dense])
 
         rows = [row for column in columns for row in column]
@@ -154,7 +154,7 @@ class SharedMemoryGroup(Group):
     def _exchange(
         self, call: str, opts: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], signature: str = ""
     ) -> CompletedWork:
-        """Send a tensor to some ranks, and receive one from some, each by its rank."""
+        """Sends a tensor to some ranks, and receives one from some, each by its rank."""
 
         def task(comm: SharedMemoryCommunicator) -> None:
             nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -230,7 +230,7 @@ class SharedMemoryGroup(Group):
         outputs = split(call, output, output_sizes, self.size())
         return self.alltoall(outputs, split(call, tensor, input_sizes, self.size()), opts)
 
-    # torch 2.13 calls these by other names.
+    # torch 2.13 calls these methods by other names.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
@@ -238,7 +238,7 @@ class SharedMemoryGroup(Group):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _only_list(self, call: str, lists: Sequence[Sequence[Tensor]], model: Tensor) -> list[Tensor]:
-        """The only list of ``lists``: a tensor for each rank.
+        """Returns the only list of ``lists``: a tensor for each rank.
 
         Raises:
             ArgumentError: there are more lists, or their tensors do not fit ``model``.

@@ -1,4 +1,4 @@
-"""A group of peers through a c10d store, in which ranks agree on a way to communicate."""
+"""A group of peers that communicate through a c10d store, in which ranks agree on a way to communicate."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from towers.errors import StartupError
 
 
 class StorePeerGroup(PeerGroup):
-    """Towers that tell each other bytes through a store: every call is a round of one key for each tower.
+    """Towers that send each other bytes through a store. Every call is a round with one key per tower.
 
-    Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
-    before, and the last tower that closes deletes those of the last round. So the store can serve another group when
-    all have closed this one.
+    Keys are deleted again. When a tower has read all keys of a round, all towers have read the keys of the previous
+    round, so it deletes its own key of that round. The last tower that closes deletes the keys of the last round. So
+    the store can serve another group after all towers have closed this one.
 
     Args:
-        store: used by this group alone.
-        seconds: how long to wait for the others.
+        store: used by this group only.
+        seconds: the time to wait for the others.
     """
 
     def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
@@ -30,13 +30,13 @@ class StorePeerGroup(PeerGroup):
         self._round = 0
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every tower's ``data``, in tower order; lengths may differ.
+        """Returns every tower's ``data``, in tower order; lengths may differ.
 
         Raises:
-            StartupError: not all towers came before the deadline; lists the missing.
+            StartupError: not all towers joined before the deadline; the message lists the missing ones.
         """
         names = [self._name(tower) for tower in range(self.size)]
-        self._store.set(names[self.index], data)  # type: ignore[arg-type]  # bytes, says the documentation
+        self._store.set(names[self.index], data)  # type: ignore[arg-type]  # bytes, according to the documentation
         try:
             self._store.wait(names, timedelta(seconds=self._seconds))
         except RuntimeError:
@@ -57,7 +57,7 @@ class StorePeerGroup(PeerGroup):
         return f"towers/{self._round if turn is None else turn}/{tower}"
 
     def close(self) -> None:
-        """Leave; the last tower that does so deletes the keys of the last round."""
+        """Leaves. The last tower that does so deletes the keys of the last round."""
         if self._round and self._store.add("towers/left", 1) == self.size:
             for tower in range(self.size):
                 self._store.delete_key(self._name(tower, self._round - 1))

@@ -1,11 +1,11 @@
 """Streams of messages from one tower to another, through memory of the sender that the receiver maps.
 
-A stream is a chain of buffers with messages one after another. When a buffer is full and all its messages were
-received, the sender starts again at its beginning; otherwise it continues in a new buffer, whose file number it writes
-into the old one. So a send never blocks, and a receiver that never receives costs memory, not time.
+A stream is a chain of buffers with consecutive messages. If a buffer is full and all its messages were received, the
+sender continues at its start. Otherwise, it continues in a new buffer, whose file number it writes into the old one. So
+a send never blocks, and a receiver that never receives costs memory, not time.
 
-Two semaphores count the messages that were sent and received. They also order the accesses to memory; nothing else
-does (:mod:`towers.collectives.shared_memory.semaphores`).
+Two semaphores count the messages that were sent and received. Only they order the accesses to memory
+(:mod:`towers.collectives.shared_memory.semaphores`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST = 2**16
 _NEXT = 2**20  # bytes of the next buffers, at least
 _HEADER = ALIGNMENT  # bytes of a message's header: its kind and two more integers
 _MESSAGE, _WRAP, _NEXT_BUFFER = 1, 2, 3
-_POLL = 0.1  # seconds between two checks whether the receiver is alive
+_POLL = 0.1  # seconds between two checks whether the receiver still runs
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Sender:
         self._unmapped: list[tuple[int, Segment]] = []  # buffers, each with the number of its first message
 
     def send(self, content: Tensor, tag: int) -> None:
-        """Send a copy of ``content`` (flat, uint8); never blocks.
+        """Sends a copy of ``content`` (flat, uint8). It never blocks.
 
         Raises:
             OSError: there is no memory for it.
@@ -100,11 +100,11 @@ class Sender:
             self._unmapped.pop(0)[1].close_file()
 
     def close(self, seconds: float, peers: PeerProcesses, receiver: int) -> None:
-        """Stop sending; returns when the receiver has mapped all buffers, which then outlive this process.
+        """Stops sending, after the receiver has mapped all buffers, which then outlive this process.
 
         Args:
-            seconds: how long to wait for that.
-            peers: which know whether the receiving tower, ``receiver``, still lives.
+            seconds: the time to wait for that.
+            peers: the processes of the towers, including ``receiver``.
         """
         deadline = Deadline(seconds)
         while self._unmapped and not deadline.has_passed():
@@ -133,10 +133,10 @@ class Receiver:
         self._sent, self._received = sent, received
 
     def messages(self) -> Iterator[Message]:
-        """The messages that have arrived since the last call; never blocks.
+        """Yields the messages that have arrived since the last call. It never blocks.
 
         Raises:
-            PeerLostError: the sender ended before its message was received, and the message with it.
+            PeerLostError: the sender ended before its message was received, and the message is lost.
         """
         while semaphores.take(self._sent):
             yield self._next()
@@ -158,5 +158,5 @@ class Receiver:
             self._at = self._start
 
     def acknowledge(self) -> None:
-        """Tell the sender that a message was received."""
+        """Reports to the sender that a message was received."""
         semaphores.post(self._received)

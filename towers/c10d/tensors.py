@@ -30,7 +30,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def of_any_device(method: _Method) -> _Method:
-    """Decorator: a call with tensors that are not on the CPU goes to ``self.other_devices()``."""
+    """Decorates a method so that calls with tensors that are not on the CPU are passed to ``self.other_devices()``."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def of_any_device(method: _Method) -> _Method:
 
 
 def operation(call: str, opts: Any, *tensors: Tensor) -> str:
-    """The name of the reduction that ``opts`` (options, or an operation) asks for.
+    """Returns the name of the reduction in ``opts`` (options, or an operation).
 
     Raises:
         ArgumentError: it does not exist, or not for the dtype of a tensor.
@@ -65,7 +65,7 @@ def operation(call: str, opts: Any, *tensors: Tensor) -> str:
 
 
 def single(call: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
-    """The only tensor of ``tensors``.
+    """Returns the only tensor of ``tensors``.
 
     Raises:
         ArgumentError: there are more, or it is not dense.
@@ -79,14 +79,14 @@ def single(call: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def checked(call: str, tensors: Sequence[Tensor], like: Tensor | None = None, count: int | None = None) -> list[Tensor]:
-    """``tensors`` as a list.
+    """Returns ``tensors`` as a list.
 
     Args:
         like: a tensor whose dtype they must have.
-        count: how many they must be.
+        count: their required number.
 
     Raises:
-        ArgumentError: they are others, or not dense.
+        ArgumentError: their dtype or number is different, or they are not dense.
     """
     if count is not None and len(tensors) != count:
         raise ArgumentError(f"{call}: takes one tensor for each of the {count} ranks, not {len(tensors)}")
@@ -99,7 +99,7 @@ def checked(call: str, tensors: Sequence[Tensor], like: Tensor | None = None, co
 
 
 def check_numel(call: str, tensor: Tensor, expected: int) -> None:
-    """Check the number of elements of a tensor.
+    """Checks the number of elements of a tensor.
 
     Raises:
         ArgumentError: it has more or fewer than ``expected``.
@@ -109,7 +109,7 @@ def check_numel(call: str, tensor: Tensor, expected: int) -> None:
 
 
 def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) -> list[Tensor]:
-    """``tensor`` in ``count`` chunks along its first dimension, with the lengths ``sizes`` or all of one length.
+    """Splits ``tensor`` along its first dimension into ``count`` chunks, of the lengths ``sizes`` or of one length.
 
     Raises:
         ArgumentError: it cannot be split like that.
@@ -127,13 +127,13 @@ def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) ->
 
 
 def signature(*tensors: Tensor) -> str:
-    """Numbers of elements and dtypes, which must be the same on all ranks, in words."""
+    """Returns, as text, numbers of elements and dtypes, which must be the same on all ranks."""
     return ", ".join(f"{tensor.numel()} {str(tensor.dtype)[6:]}" for tensor in tensors)
 
 
 @contextlib.contextmanager
 def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Context with contiguous tensors like ``tensors``, to which their final values are copied."""
+    """Yields contiguous tensors like ``tensors``, to which their final values are copied at the end of the context."""
     dense = [contiguous(tensor) for tensor in tensors]
     yield dense
     for filled, tensor in zip(dense, tensors, strict=True):

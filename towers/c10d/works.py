@@ -1,4 +1,4 @@
-"""``Work`` objects that c10d gets for collectives, and the queue that runs them in call order."""
+"""``Work`` objects that c10d receives for collectives, and the queue that runs them in call order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class QueuedWork(CompletedWork):
         self._future: Any = torch.futures.Future()
 
     def run(self) -> None:
-        """Run the task; called once."""
+        """Runs the task. It is called once."""
         assert self._task is not None
         try:
             self._task()
@@ -101,19 +101,19 @@ class QueuedWork(CompletedWork):
 class WorkQueue:
     """Runs collectives in the order of the calls: synchronous ones in the caller, asynchronous ones in a thread.
 
-    A callback of a future runs in that thread; collectives that it calls run at once. It may wait for them (DDP's
-    PowerSGD hook does), and they have the same position in the order on all ranks, whether or not the future was done
-    when the callback was added.
+    A callback of a future runs in that thread. Collectives that it calls run at once, and it may wait for them (DDP's
+    PowerSGD hook does). They have the same position in the order on all ranks, whether or not the future was done when
+    the callback was added.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[QueuedWork | None] = queue.Queue()  # None: the last one
+        self._queue: queue.Queue[QueuedWork | None] = queue.Queue()  # None ends the thread
         self._running = threading.RLock()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def run(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> CompletedWork:
-        """Run a task in the caller, after all queued ones; raises its errors."""
+        """Runs a task in the caller, after all queued ones, and raises its errors."""
         if self._queue.unfinished_tasks and not self._in_thread():
             work = self.start(task, tensors)
             work.wait()
@@ -123,7 +123,7 @@ class WorkQueue:
         return CompletedWork(tensors)
 
     def start(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> QueuedWork:
-        """Queue a task for the thread; :meth:`QueuedWork.wait` raises its errors."""
+        """Queues a task for the thread. :meth:`QueuedWork.wait` raises its errors."""
         work = QueuedWork(task, tensors)
         if self._in_thread():
             work.run()
@@ -142,11 +142,11 @@ class WorkQueue:
         while (work := self._queue.get()) is not None:
             with self._running:
                 work.run()
-            self._queue.task_done()  # only now: run() must see it in the queue until it is done
+            self._queue.task_done()  # not earlier: run() must see it in the queue until it is done
             del work
 
     def close(self) -> None:
-        """Return when all queued tasks are done."""
+        """Waits until all queued tasks are done."""
         self._queue.put(None)
         if self._thread is not None and not self._in_thread():
             self._thread.join()

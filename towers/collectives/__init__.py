@@ -1,1 +1,1 @@
-"""What towers compute together: one interface, and its implementations."""
+"""Collectives: one interface, and its implementations."""

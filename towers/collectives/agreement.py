@@ -1,10 +1,10 @@
-"""Announcements: every call of user code that communicates first compares what all towers are about to do.
+"""Announcements: every communicating call of user code first compares the calls of all towers.
 
-Where towers call different collectives, backends answer with garbage, an abort or a hang. After an announcement the
-mistake is one error, with the same text, on all towers.
+If towers call different collectives, backends return garbage, abort or hang. After an announcement, the mistake is one
+error with the same message on all towers.
 
-[Note: requests are answered a step later] What a tower asks all to do at a step, such as to save or to stop, is
-sent while the next step runs. So no tower waits for it, and all see it at the same step.
+[Note: requests are answered a step later] A tower's request to all towers at a step, such as to save or to stop, is
+sent while the next step runs. So no tower waits for it, and all towers receive it at the same step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Announcement:
 
     Attributes:
         details: JSON values.
-        body: bytes that were sent along.
+        body: bytes that were sent with it.
     """
 
     details: Any
@@ -35,22 +35,22 @@ class Announcement:
 
 
 def announce(comm: Communicator, call: str, details: Any = None, *, error: Exception | None = None) -> list[Any]:
-    """Make an announcement without a body, see :func:`announce_with_body`; returns all towers' details, in order."""
+    """Makes an announcement without a body, see :func:`announce_with_body`. Returns all towers' details, in order."""
     return [announcement.details for announcement in announce_with_body(comm, call, details, error=error)]
 
 
 def announce_with_body(
     comm: Communicator, call: str, details: Any = None, body: bytes = b"", error: Exception | None = None
 ) -> list[Announcement]:
-    """Announce to all towers what this one is about to do; returns all announcements, in tower order.
+    """Announces this tower's call to all towers, and returns all announcements, in tower order.
 
     Args:
-        call: what a person would say is being done; must be the same on all towers.
+        call: a description of the call for users; must be the same on all towers.
         details: JSON values that may differ.
-        error: why this tower cannot go on; it is raised on all.
+        error: why this tower cannot continue; it is raised on all towers.
 
     Raises:
-        DisagreementError: towers are doing different things.
+        DisagreementError: towers make different calls.
         TypeError: some tower's ``error`` is one.
         ValueError: some tower has another ``error``.
     """
@@ -59,7 +59,7 @@ def announce_with_body(
         messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
     try:
         headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
-    except ValueError:  # of a collective that is not announced
+    except ValueError:  # the message of a collective that is not announced
         others = [tower for tower, message in enumerate(messages) if not message.startswith(b'{"call"')]
         whose = name_towers(others) if others else "another tower"
         raise DisagreementError(
@@ -84,15 +84,15 @@ def announce_with_body(
 
 
 def digest_of(value: Any) -> str:
-    """A short text that is equal for equal JSON values."""
+    """Returns a short text that is equal for equal JSON values."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
-    """Check that all towers have the same ``options``, JSON values by name.
+    """Checks that all towers have the same ``options``, JSON values by name.
 
     Raises:
-        DisagreementError: on all towers, naming the first option that differs.
+        DisagreementError: on all towers, with the name of the first option that differs.
     """
     towers = announce(comm, call, options)
     for tower, other in enumerate(towers):
@@ -104,10 +104,10 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
 
 
 class StepRequests:
-    """Tells towers what any asks all to do at a step, as a bit mask; see [Note: requests are answered a step later].
+    """Collects the requests of any tower to all towers at a step; see [Note: requests are answered a step later].
 
     Args:
-        call: what a person would say is being done.
+        call: a description of the call for users.
     """
 
     def __init__(self, comm: Communicator, call: str) -> None:
@@ -115,15 +115,17 @@ class StepRequests:
         self._in_flight: tuple[Pending, torch.Tensor] | None = None
 
     def collect(self, local: int) -> int:
-        """Send this tower's requests to all; returns the union of what was sent a call before (with one tower: now).
+        """Sends this tower's requests to all towers, and returns the union of the requests of the call before.
+
+        With one tower, it returns this call's requests.
 
         Args:
-            local: less than 256.
+            local: a bit mask, less than 256.
         """
         if self._comm.size == 1:
             return local
         requests = 0
-        if self._in_flight is None:  # what is left out on a tower is mostly left out from the first step on
+        if self._in_flight is None:  # a call that is missing on a tower is mostly missing from the first step on
             announce(self._comm, self._call)
         else:
             pending, rows = self._in_flight

@@ -1,4 +1,4 @@
-"""Reducing several towers' numbers to one, in an order that is always the same; and which chunk each tower reduces."""
+"""Reductions of several towers' numbers to one, always in the same order; and the chunk that each tower reduces."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from towers.errors import ArgumentError
 
 CHUNK_ALIGNMENT = 256
-"""Bytes. Towers' chunks of a buffer begin at multiples of it, and so should the tensors in the buffer.
+"""Bytes. Towers' chunks of a buffer start at multiples of it, and so should the tensors in the buffer.
 
-More than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, go over a tensor's chunk as
-they go over all of the tensor: then an optimizer that updates the chunk computes the same bits.
+It is more than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, traverse a tensor's
+chunk as they traverse the whole tensor. Then an optimizer that updates the chunk computes the same bits.
 """
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -31,7 +31,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 @functools.cache
 def check_reducible(op: str, dtype: torch.dtype) -> None:
-    """See that :func:`reduce_into` can do it, before anybody waits for the result.
+    """Checks that :func:`reduce_into` supports an operation, before any tower waits for the result.
 
     Raises:
         ArgumentError: there is no such operation, or none for ``dtype`` (``max`` of complex numbers, …).
@@ -39,12 +39,12 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
     operands = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(2)]
     try:
         reduce_into(operands[0], operands, op)
-    except (RuntimeError, TypeError, KeyError) as error:  # which of them, torch's versions say differently
+    except (RuntimeError, TypeError, KeyError) as error:  # the type depends on torch's version
         raise ArgumentError(f"{op} of {dtype} cannot be had: {error}") from None
 
 
 def reduce_into(total: Tensor, operands: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:
-    """Set ``total`` to the reduction of ``operands``, from the first to the last, times ``scale``.
+    """Sets ``total`` to the reduction of ``operands``, from the first to the last, times ``scale``.
 
     Floating-point numbers of 16 bits and less are computed in float32 and rounded once, at the end.
 
@@ -79,9 +79,10 @@ def reduce_into(total: Tensor, operands: Sequence[Tensor], op: str, *, scale: fl
 
 
 def add_by_tree(total: Tensor, operands: Sequence[Tensor]) -> None:
-    """Set ``total`` to the sum of ``operands``, added in pairs, then pairs of pairs; every sum is rounded.
+    """Sets ``total`` to the sum of ``operands``, added in pairs, then pairs of pairs; every sum is rounded.
 
-    So the sum of 2^k operands has the bits of the sum of the sums of their halves, quarters, … added in the same way.
+    So the sum of 2^k operands has the same bits as the sum of the sums of their halves, quarters, … that are added in
+    the same way.
 
     Args:
         total: may be one of the operands (the same object).
@@ -97,7 +98,7 @@ def add_by_tree(total: Tensor, operands: Sequence[Tensor]) -> None:
 
 
 def chunk_of(numel: int, itemsize: int, towers: int, tower: int) -> tuple[int, int]:
-    """Where the chunk of a flat buffer that ``tower`` reduces begins and ends, in elements.
+    """Returns the start and the end, in elements, of the chunk of a flat buffer that ``tower`` reduces.
 
     Args:
         numel: elements of the buffer.

@@ -1,4 +1,4 @@
-"""Collectives: the interface that all ways of communicating implement."""
+"""Collectives: the interface of all ways of communicating."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _C = TypeVar("_C", bound="Caller")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_MESSAGE = 0x6D65 << 48  # what the lengths of messages begin with, and numbers of other collectives do not
+_MESSAGE = 0x6D65 << 48  # the high bits of messages' lengths, which numbers of other collectives do not have
 
 
 class Shared(Protocol):
-    """Something that several processes use together, and that a fork of one of them must not use."""
+    """An object that several processes use together, and that a fork of one of them must not use."""
 
     def disown(self, error: ForkedError) -> None:
-        """Raise ``error`` from now on, whatever is called: this process is a fork."""
+        """Makes every call raise ``error`` from now on, because this process is a fork."""
 
 
 _shared: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
 def keep_from_forks(shared: Shared) -> None:
-    """Refuse ``shared`` in forks of this process, where its use would put the towers out of step."""
+    """Refuses ``shared`` in forks of this process, where its use would put the towers out of step."""
     _shared.add(shared)
 
 
@@ -57,10 +57,10 @@ os.register_at_fork(after_in_child=_disown)
 
 
 class Caller:
-    """One tower as it makes a sequence of collectives, which it can break off.
+    """One tower as the caller of a sequence of collectives, which it can break off.
 
     Attributes:
-        index, size: this tower and how many there are.
+        index, size: this tower's index and the number of towers.
     """
 
     index: int
@@ -69,11 +69,11 @@ class Caller:
 
     @functools.cached_property
     def towers(self) -> Sequence[int]:
-        """The numbers by which messages call these towers, which need not be all there are."""
+        """The numbers of these towers in messages. They may be a part of all towers."""
         return range(self.size)
 
     def check_in_step(self) -> None:
-        """Check that this tower is in step.
+        """Checks that this tower is in step.
 
         Raises:
             TowersError: it broke off an earlier collective.
@@ -82,20 +82,20 @@ class Caller:
             raise type(self._broken)(*self._broken.args)
 
     def break_off(self, error: BaseException) -> None:
-        """Break off a collective because of ``error``, and take part in none any more.
+        """Breaks off a collective because of ``error``, and takes part in no further one.
 
-        Towers that share memory with it learn of it without waiting for the deadline.
+        Towers that share memory with this one detect it without waiting for the deadline.
         """
         if self._broken is None:
             self._broken = out_of_step(self.towers[self.index], error)
 
     def disown(self, error: ForkedError) -> None:
-        """Take part in nothing from now on: this process is a fork."""
+        """Takes part in no collective from now on, because this process is a fork."""
         self._broken = error
 
 
 class InStep:
-    """Encloses several collectives, or the stages of one: a tower that leaves by an exception is out of step for good.
+    """Encloses several collectives, or stages of one. A tower that leaves with an exception is out of step for good.
 
     Errors that all towers raise at the same stage (:class:`DisagreementError`, :class:`ArgumentError`) do no harm.
     """
@@ -114,7 +114,7 @@ class InStep:
 
 
 def in_step(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
-    """:class:`InStep` around a method."""
+    """Wraps a method in :class:`InStep`."""
 
     @functools.wraps(collective)
     def wrapper(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -128,7 +128,7 @@ class Pending(Protocol):
     """A collective that was started and may still run."""
 
     def wait(self) -> None:
-        """Return when the result is there (on a GPU: when later work of the current stream will see it)."""
+        """Waits until the result is available (on a GPU: to later work of the current stream)."""
 
 
 class Deferred:
@@ -139,11 +139,11 @@ class Deferred:
 
 
 class PeerGroup(Caller, ABC):
-    """Towers that can tell each other anything, slowly perhaps: enough to form a communicator.
+    """Towers that can send each other messages, perhaps slowly: enough to form a communicator.
 
     Attributes:
-        device: where the tensors of this tower's model live.
-        name: tells this communicator from the others of a strategy, equal on all towers.
+        device: the device of the tensors of this tower's model.
+        name: distinguishes this communicator from the others of a strategy; equal on all towers.
     """
 
     device: torch.device
@@ -151,40 +151,40 @@ class PeerGroup(Caller, ABC):
     _named: int = 0
 
     def next_name(self) -> str:
-        """A name for one more communicator that is made from this one; all towers make the same, in the same order."""
+        """Returns a name for another communicator made from this one. All towers call it in the same order."""
         self._named += 1
         return f"{self.name}/{self._named}"
 
     @functools.cached_property
     def health(self) -> Health:
-        """This tower's status, and its view of the others' when a collective does not end."""
+        """This tower's status, and its view of the others' if a collective does not end."""
         return Health()
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only."""
+        """Returns every tower's ``data``, in tower order; lengths may differ. It needs CPU memory only."""
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Every tower's JSON value, as :meth:`all_gather_bytes` sends it."""
+        """Returns every tower's JSON value, sent through :meth:`all_gather_bytes`."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def close(self) -> None:
-        """Leave the towers. Nothing may be called afterwards."""
+        """Leaves the towers. No method may be called afterwards."""
 
 
 class Communicator(PeerGroup):
     """Collectives over all towers. Every tower makes the same calls in the same order.
 
+    Tensors must have one shape and dtype on all towers. If that is not certain, callers check it first
+    (:mod:`towers.collectives.agreement`). Every wait has the deadline with which the communicator was made.
+
     Attributes:
         backend: name for messages and the log.
-        prescale: what values have to be multiplied by before :meth:`submit_average`: 1 over the number of towers where
-            the backend can only sum, else 1.
-        may_overlap: whether averages may run beside the computation, in the order in which they were submitted; else
-            they run all at once when the first is awaited.
-        bucket_bytes: how large buckets of gradients are to be.
-
-    Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
-    (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
+        prescale: the factor for values before :meth:`submit_average`: 1 over the number of towers if the backend can
+            only sum, otherwise 1.
+        may_overlap: whether averages may run in parallel with the computation, in the order of submission. Otherwise
+            they all run when the first is awaited.
+        bucket_bytes: the intended size of gradient buckets.
     """
 
     backend: str
@@ -194,46 +194,46 @@ class Communicator(PeerGroup):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Reduce ``tensor`` over all towers, in place. ``op``: sum, min, max or prod."""
+        """Reduces ``tensor`` over all towers, in place. ``op``: sum, min, max or prod."""
 
     @abstractmethod
     def submit_average(self, tensor: Tensor) -> Pending:
-        """Start or queue the average over all towers, in place.
+        """Starts or queues the average over all towers, in place.
 
-        Leave ``tensor`` alone until :meth:`Pending.wait` returns. Gradients in it are already times :attr:`prescale`;
-        what is not, such as a bucket's tail, is summed where the backend can only sum.
+        ``tensor`` must not be used until :meth:`Pending.wait` returns. Gradients in it are already multiplied by
+        :attr:`prescale`. Other values, such as a bucket's tail, are summed if the backend can only sum.
         """
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, flat, where :meth:`submit_average` takes the least time.
+        """Returns flat zeros, in memory where :meth:`submit_average` takes the least time.
 
         Args:
-            key: tells such tensors apart; the same on all towers for what is reduced together. The one that was
-                allocated last counts.
+            key: distinguishes such tensors. Tensors that are reduced together have the same key on all towers. The
+                newest allocation of a key counts.
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, key: int) -> None:
-        """Forget the memory under ``key``, which is not reduced again; it lives as long as its tensors."""
+        """Forgets the memory under ``key``, which is not reduced again. The memory exists as long as its tensors."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All towers' tensors, stacked in tower order: shape ``(size, *tensor.shape)``."""
+        """Returns all towers' tensors, stacked in tower order: shape ``(size, *tensor.shape)``."""
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
-        """Start an :meth:`all_gather`: the rows are filled once it was awaited."""
+        """Starts an :meth:`all_gather`. The rows are filled once it has been awaited."""
         rows = self.all_gather(tensor)
         return Deferred(lambda: None), rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Send row i to tower i; returns the rows received, in tower order: shape ``(size, *row)``."""
+        """Sends row i to tower i, and returns the rows received, in tower order: shape ``(size, *row)``."""
         return self.all_gather(rows)[:, self.index].contiguous()
 
     @in_step
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
-        """Add up flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
+        """Sums flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
 
-        It moves as many bytes as a ring, and the result does not depend on their way: tower i adds up the i-th chunk of
+        It moves as many bytes as a ring, and the result does not depend on their path: tower i sums the i-th chunk of
         each.
         """
         for tensor in tensors:
@@ -246,17 +246,17 @@ class Communicator(PeerGroup):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` by tower ``source``'s."""
+        """Overwrites ``tensor`` with tower ``source``'s."""
 
     @abstractmethod
     def channel(self) -> Communicator:
-        """A second communicator of the same towers, whose collectives never meet this one's."""
+        """Returns a second communicator of the same towers, whose collectives never mix with this one's."""
 
     @in_step
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only.
+        """Returns every tower's ``data``, in tower order; lengths may differ. It needs CPU memory only.
 
-        One collective when all are at most 248 bytes long, else two.
+        It takes one collective if all are at most 248 bytes long, otherwise two.
         """
         short = 248
         header = (_MESSAGE + len(data)).to_bytes(8, sys.byteorder)
@@ -271,27 +271,27 @@ class Communicator(PeerGroup):
         return [row[8 : 8 + n].numpy().tobytes() for row, n in zip(packets, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Return when all towers have called it."""
+        """Waits until all towers have called it."""
         self.all_gather_bytes(b"")
 
 
 def from_bytes(data: bytes) -> Tensor:
-    """A copy of ``data`` as a flat tensor of bytes on the CPU."""
+    """Returns a copy of ``data`` as a flat tensor of bytes on the CPU."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor (a copy's of any other) as a flat tensor of bytes."""
+    """Returns the memory of a contiguous tensor, or of a contiguous copy of any other, as a flat tensor of bytes."""
     flat = contiguous(tensor).view(-1)
-    if flat.numel() <= 1:  # counts as contiguous whatever its stride
+    if flat.numel() <= 1:  # counts as contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 
 class Alone(Communicator):
-    """One tower: every collective is the value itself."""
+    """One tower: the result of every collective is the value itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.index, self.size, self.device, self.backend = 0, 1, device, "no communication"

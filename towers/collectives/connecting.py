@@ -1,7 +1,7 @@
-"""Connecting the towers, and choosing how they communicate.
+"""Connects the towers, and chooses how they communicate.
 
-All towers have come and belong together (:mod:`towers.joining.participant`); then they form c10d's default group, and
-share memory where they can. Towers that share a device have been given the implementation "host" before.
+After a handshake of all towers (:mod:`towers.joining.participant`), they form c10d's default group, and share memory if
+they can. Towers that share a device have received the implementation "host" before.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _later = itertools.count()
 
 
 def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
-    """Join the other towers, form c10d's default process group with them, and share memory where that is possible.
+    """Joins the other towers, forms c10d's default process group with them, and shares memory if that is possible.
 
-    A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get a group
-    of their own beside it, and join in the launcher's store; where no launcher serves one, in that group's.
+    An existing default group (of the script, or of an earlier strategy) stays. The towers then get their own group in
+    addition, and join in the launcher's store, or in that group's store if no launcher serves one.
 
     Args:
         topology: this tower's place; its ``address`` is that of the store where the towers join.
         device: this tower's device.
 
     Raises:
-        StartupError: not all towers came before the deadline, and the text lists the missing; or ``options`` ask for
-            shared memory, and the towers cannot have it.
-        HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
-            has another job token than the others.
+        StartupError: not all towers joined before the deadline, and the message lists the missing ones; or ``options``
+            require shared memory, and the towers cannot share any.
+        HandshakeError: the towers do not belong together: versions, options or devices contradict each other, or this
+            process has another job token than the others.
         PortInUseError: the store's address is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
@@ -111,7 +111,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
 
 
 def _backend_or_host(implementation: str, device: torch.device) -> str:
-    """The c10d backend for tensors on ``device``, or "host"; towers that share memory have Gloo beside it.
+    """Returns the c10d backend for tensors on ``device``, or "host". Towers that share memory use Gloo in addition.
 
     Raises:
         ValueError: the implementation does not work on this device.
@@ -129,10 +129,10 @@ def _backend_or_host(implementation: str, device: torch.device) -> str:
 
 
 def refuse_unknown_peers() -> None:
-    """Check that the script has not formed a process group of several ranks without a launcher's variables.
+    """Checks that the script has not formed a process group of several ranks without a launcher's variables.
 
     Raises:
-        ValueError: torch.distributed has several ranks, but nothing says which towers are on which machine.
+        ValueError: torch.distributed has several ranks, but no variable describes which towers are on which machine.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
@@ -143,7 +143,7 @@ def refuse_unknown_peers() -> None:
 
 
 def _check_default_group(tower: Participant, device: torch.device, backend: str) -> None:
-    """Check that the default group that exists already fits what the launcher says.
+    """Checks that the existing default group fits the launcher's description.
 
     Raises:
         ValueError: it does not.
@@ -159,7 +159,7 @@ def _check_default_group(tower: Participant, device: torch.device, backend: str)
 
 
 def compare_towers(index: int, message: Message, other: int, reference: Message) -> str | None:
-    """Why two towers cannot work together, or None."""
+    """Returns why two towers cannot work together, or None."""
     where = f"tower {index} (on {message['host']})", f"tower {other} (on {reference['host']})"
     if message["options"] != reference["options"]:
         return (
@@ -176,14 +176,14 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
 
 
 def _choose_network(tower: Participant, messages: list[Message]) -> None:
-    """Listen on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
+    """Listens on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
     places = [(message["machine"], message["network"]) for message in messages]
     here = places[tower.index]
     elsewhere = [message["address"] for message, place in zip(messages, places, strict=True) if place != here]
     if not elsewhere:
         machine.listen_on()
         return
-    # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
+    # The chief's own name may resolve to a loopback address here; the others send their own addresses.
     host, port = tower.address
     target = host if here != places[0] else next(filter(None, elsewhere), host)
     address = machine.address_towards(target, port)
@@ -192,7 +192,7 @@ def _choose_network(tower: Participant, messages: list[Message]) -> None:
 
 
 def _share_memory(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
-    """Shared memory, alone or inside each host, where ``options`` and the towers allow it; else ``group`` itself."""
+    """Returns a communicator through shared memory (everywhere or in each host) if possible, otherwise ``group``."""
     wanted = options.implementation == "shared_memory"
     if group.size == 1 or not (wanted or (options.implementation in ("auto", "host") and group.device.type == "cpu")):
         return group
@@ -208,7 +208,7 @@ def _share_memory(group: ProcessGroupCommunicator, options: CommunicationOptions
 
 
 def _by_hosts(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
-    """Shared memory inside each host, the group across hosts; the group alone where that is of no use."""
+    """Returns a communicator with shared memory in each host and ``group`` across hosts, or ``group`` alone."""
     by_host: dict[bytes, list[int]] = {}
     for tower, host in enumerate(group.all_gather_bytes(machine.host_identity().encode())):
         by_host.setdefault(host, []).append(tower)

@@ -1,19 +1,18 @@
-"""Averages over several hosts of CPU towers: buckets cross the network while backward goes on.
+"""Averages over several hosts of CPU towers: buckets cross the network while backward continues.
 
-[Note: lanes] The towers of a host share the work. Each of the first few is a *lane*: it sums up one chunk of every
-bucket, over the towers of its host in their order, and averages that with the towers of the same lane on the other
-hosts. So a bucket still crosses once for each host, over several connections, and nothing of it is copied more often
-than it must::
+[Note: lanes] The towers of a host share the work. Each of the first few is a *lane*: it sums one chunk of every bucket
+over the towers of its host, in their order. It averages the sum with the towers of the same lane on the other hosts. So
+a bucket still crosses once per host, over several connections, and no part of it is copied more often than necessary::
 
     arrive                      this tower has filled a bucket
-    sum up the own chunk        once all towers of the host have filled it, from their memory into this tower's
-    average it across hosts     by Gloo, whose threads run beside the backward that goes on
-    write it to the others      of this host, when it is there
+    sum the own chunk           once all towers of the host have filled it, from their memory into this tower's
+    average it across hosts     with Gloo, whose threads run in parallel with the backward
+    write it to the others      of this host, when it has arrived
     barrier                     once for all buckets
 
-[Note: nobody waits in a backward] Whether the others have filled a bucket is looked up whenever this tower has filled
-one, and waited for when its backward is done. So all waits are the main thread's, one at a time, as the search for
-deadlocks needs it; and buckets start in one order, on all towers of a lane.
+[Note: nobody waits in a backward] Whether the others have filled a bucket is checked whenever this tower has filled
+one. This tower waits for the others when its backward is done. So all waits are in the main thread, one at a time, as
+the search for deadlocks needs it. Buckets start in one order, on all towers of a lane.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 
 LANES = 4
-"""There are at most so many: further connections over one network gain nothing."""
+"""The largest number of lanes: further connections over one network gain nothing."""
 
-_PIECE = 2**18  # bytes that are summed up at a time, so that they stay in the cache
+_PIECE = 2**18  # bytes that are summed at a time, so that they stay in the cache
 
 
 @dataclasses.dataclass
@@ -39,10 +38,10 @@ class _Bucket:
     """A bucket on its way.
 
     Attributes:
-        tensor: this tower's memory of it, whose version does not count what is written into it here.
-        arrival: number of the arrival at the host's barrier that said that it is filled.
-        copies: the memory of all towers of this host, perhaps of one alone; None where they do not share it.
-        chunk: where this tower's chunk begins and ends; of no elements where it has none.
+        tensor: this tower's memory of it. Its version does not count what is written here.
+        arrival: the number of the arrival at the host's barrier that reported the bucket as filled.
+        copies: the memory of all towers of this host, or of a single one; None if they do not share it.
+        chunk: start and end of this tower's chunk, which is empty if the tower has none.
         pending: its average across hosts.
     """
 
@@ -59,7 +58,7 @@ class Crossing:
     Args:
         local: the towers of this host.
         lane: the towers of this tower's lane, if it is one.
-        lanes: how many there are.
+        lanes: the number of lanes.
         size: the number of all towers.
     """
 
@@ -70,10 +69,10 @@ class Crossing:
         self._lanes = lanes
         self._scale = 1.0 / size
         self._queue: list[_Bucket] = []
-        self._next = 0  # of the queue, to start
+        self._next = 0  # the next bucket of the queue to start
 
     def submit(self, tensor: Tensor) -> None:
-        """Take a filled bucket, and start all that the towers of this host have filled by now."""
+        """Takes a filled bucket, and starts all buckets that the towers of this host have filled so far."""
         arrival = 0
         if self._regions is not None:
             self._regions.barrier.arrive()
@@ -82,7 +81,7 @@ class Crossing:
         self._start(wait=False)
 
     def finish(self) -> None:
-        """Return when all buckets that were submitted are averaged."""
+        """Waits until all submitted buckets are averaged."""
         self._start(wait=True)
         queue, self._queue, self._next = self._queue, [], 0
         for bucket in queue:
@@ -97,10 +96,10 @@ class Crossing:
             self._regions.close_files()
 
     def _start(self, *, wait: bool) -> None:
-        """Start in turn what all towers of this host have filled.
+        """Starts, in order, the buckets that all towers of this host have filled.
 
         Args:
-            wait: for those that they have not.
+            wait: whether to wait for the others to fill theirs.
         """
         for bucket in self._queue[self._next :]:
             if self._regions is not None:
@@ -117,7 +116,7 @@ class Crossing:
         if self._lane is not None:
             bucket.chunk = chunk_of(flat.numel(), itemsize, self._lanes, self._local.index)
         start, end = bucket.chunk
-        if bucket.copies is None:  # no room for a region on some tower: all of it, a slower way
+        if bucket.copies is None:  # no memory for a region on some tower: a slower way, for the whole bucket
             self._local.all_reduce(flat.mul_(self._scale))
         else:
             for at in range(start, end, _PIECE // itemsize):
@@ -133,7 +132,7 @@ class Crossing:
                 copy[start:end].copy_(bucket.tensor[start:end])
 
     def _exchange(self, flat: Tensor) -> None:
-        """Get the other lanes' chunks of a bucket that is not shared."""
+        """Fetches the other lanes' chunks of a bucket that is not shared."""
         for lane in range(self._lanes):
             start, end = chunk_of(flat.numel(), flat.element_size(), self._lanes, lane)
             self._local.broadcast(flat[start:end], lane)

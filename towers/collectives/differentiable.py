@@ -1,8 +1,8 @@
-"""Collectives that gradients flow through.
+"""Collectives with gradients.
 
-What one tower computes from an all-reduced value depends on every tower's input, so its gradient has to
-travel back to all of them: the gradient of an all-sum is the all-sum of the gradients, of an all-mean their
-all-mean, of an all-gather the own slice of the all-summed gradient.
+The results that one tower computes from an all-reduced value depend on every tower's input, so its gradient must return
+to all towers. The gradient of an all-sum is the all-sum of the gradients. The gradient of an all-mean is their
+all-mean. The gradient of an all-gather is the own slice of the all-summed gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towers.system import tree as trees
 
 
 def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:
-    """:func:`towers.collectives.values.reduce` without an axis; "sum" and "mean" are differentiable.
+    """Reduces like :func:`towers.collectives.values.reduce` without an axis; "sum" and "mean" are differentiable.
 
     Raises:
         RuntimeError: another operation on a tensor that requires a gradient.
@@ -31,7 +31,7 @@ def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:
 
 
 def all_gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
-    """:func:`towers.collectives.values.gather`, differentiable."""
+    """Gathers like :func:`towers.collectives.values.gather`, and is differentiable."""
     return _apart(tree, partial(_AllGather.apply, comm, axis), partial(values.gather, comm, axis=axis))
 
 
@@ -40,7 +40,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _apart(tree: Any, tracked: Callable[..., tuple[Tensor, ...]], untracked: Callable[[Any], Any]) -> Any:
-    """``tree`` with the results of ``tracked`` for leaves that need a gradient, and of ``untracked`` for the others."""
+    """Returns ``tree`` with results of ``tracked`` for leaves that need a gradient, and of ``untracked`` for others."""
     leaves = list(trees.leaves(tree))
     with_gradient = [value for value in leaves if _needs_gradient(value)]
     if not with_gradient:
@@ -66,7 +66,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _all_sum(comm: Communicator, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradients' sums over all towers; differentiable where a backward is to be (``create_graph=True``)."""
+    """Returns the gradients' sums over all towers, differentiable in a backward with ``create_graph=True``."""
     if torch.is_grad_enabled():
         summed: tuple[Tensor, ...] = _AllReduce.apply(comm, "sum", *gradients)
         return summed

@@ -1,9 +1,9 @@
 """Two levels of collectives, for several hosts: reduce inside each host, then across hosts, then broadcast inside.
 
-[Note: two levels] What is reduced crosses the network once for each host, however many towers the host has; the rest of
-its way is shared memory. The first tower of each host, its *leader*, takes part in the collectives across hosts.
-Averages are shared out among the towers of a host: [Note: lanes] in :mod:`towers.collectives.crossing`. Hosts may have
-different numbers of towers.
+[Note: two levels] A reduced value crosses the network once per host, however many towers the host has. The rest of its
+way is shared memory. The first tower of each host, its *leader*, takes part in the collectives across hosts. Averages
+are split among the towers of a host: [Note: lanes] in :mod:`towers.collectives.crossing`. Hosts may have different
+numbers of towers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from towers.collectives.process_group import ProcessGroupCommunicator
 
 
 class HierarchicalCommunicator(Communicator):
-    """Collectives of all towers, made of those inside this host and those across hosts.
+    """Collectives of all towers, composed of those inside this host and those across hosts.
 
     Args:
         group: all towers; the leaders' group is made from it.
         hosts: the towers of each host, in ascending order; the first is its leader.
-        local: through shared memory, among the towers of this host; or one tower alone.
+        local: a communicator of the towers of this host through shared memory, or of a single tower.
     """
 
     def __init__(self, group: ProcessGroupCommunicator, hosts: Sequence[Sequence[int]], local: Communicator) -> None:
@@ -65,7 +65,7 @@ class HierarchicalCommunicator(Communicator):
 
     @in_step
     def finish_submitted(self) -> None:
-        """Average all that was submitted."""
+        """Averages all submitted tensors."""
         self._crossing.finish()
 
     @in_step

@@ -1,9 +1,9 @@
-"""Collectives of towers on accelerators, made by their hosts: for devices without collectives, and shared ones.
+"""Collectives that the hosts of accelerators run: for devices without collectives, and for shared devices.
 
-[Note: staged by the host] A bucket goes to pinned memory as soon as it is packed, on a stream of its own, while the
-backward goes on. What the CPU towers of these hosts would do (shared memory, Gloo) averages it there, and it goes back
-on the stream that asked for it. So several towers can share one device, which NCCL refuses, and a device needs no
-collectives of its own. The host waits for each bucket; where collectives between devices exist they are faster.
+[Note: staged by the host] A bucket is copied to pinned memory as soon as it is packed, on a separate stream, while the
+backward continues. There it is averaged in the same way as for CPU towers of these hosts (shared memory, Gloo), and
+copied back on the stream that requested it. So several towers can share one device, which NCCL refuses, and a device
+needs no collectives itself. The host waits for each bucket. If collectives between devices exist, they are faster.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from towers.system.host_copy import HostCopy, on_device
 
 
 class HostStagedCommunicator(Communicator):
-    """The collectives of ``hosts`` for tensors on ``device``; tensors of the CPU take the direct way.
+    """The collectives of ``hosts`` for tensors on ``device``. Tensors on the CPU are passed to ``hosts`` directly.
 
     Args:
-        hosts: the same towers on their CPUs.
+        hosts: a communicator of the same towers on their CPUs.
         device: this tower's accelerator.
     """
 
@@ -35,7 +35,7 @@ class HostStagedCommunicator(Communicator):
         self._queue: list[tuple[Tensor, HostCopy]] = []
 
     def _through_host(self, tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
-        """Let a collective change a tensor in place."""
+        """Lets a collective change a tensor in place."""
         host = HostCopy(tensor.detach()).get()
         collective(host)
         if tensor.device.type != "cpu":
@@ -78,7 +78,7 @@ class HostStagedCommunicator(Communicator):
 
     @in_step
     def finish_submitted(self) -> None:
-        """Average all that was submitted: while one bucket is averaged, the next come and the last goes back."""
+        """Averages all submitted tensors. One bucket is averaged while the next arrive and the last is copied back."""
         queue, self._queue = self._queue, []
         averages = [self._hosts.submit_average(copy.get()) for _, copy in queue]
         for (tensor, copy), average in zip(queue, averages, strict=True):

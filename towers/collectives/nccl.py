@@ -1,10 +1,10 @@
-"""What is NCCL's alone when groups are made: its ring, the GPU of a script's own group, and that it must not abort.
+"""NCCL's special cases when groups are made: its ring, the GPU of a script's own group, and that it must not abort.
 
-[Note: NCCL must not abort] NCCL's watchdog of torch up to 2.14 ends the process a minute after it has found an error,
-that of 2.15 at once, before :mod:`towers.collectives.nccl_watch` could say who waited for whom. An engine reads
-TORCH_NCCL_ASYNC_ERROR_HANDLING when a group is made; 0 leaves the error where ``get_error`` finds it, and
-the process to us. So our groups are made with that; a script's own groups are not, and where the variable is set, it
-stays. (Read in torch's sources; no GPU has seen it.)
+[Note: NCCL must not abort] When NCCL's watchdog has found an error, it ends the process: after a minute in torch up to
+2.14, and at once in torch 2.15. Then :mod:`towers.collectives.nccl_watch` cannot report in time which tower waited for
+which. When a group is made, its engine reads TORCH_NCCL_ASYNC_ERROR_HANDLING. With 0, it leaves the error where
+``get_error`` finds it, and leaves the process to ``mirrored``. So ``mirrored``'s groups are made with 0. A script's own
+groups are not, and if the variable is set, it stays. (This was read in torch's sources, and is untested on GPUs.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _pinned_ring = False
 
 
 def choose_algorithm(algorithm: str) -> None:
-    """Pin NCCL's ring for the groups that come, or leave the choice to NCCL; NCCL_ALGO in the environment wins."""
+    """Selects NCCL's ring for future groups, or leaves the choice to NCCL. ``NCCL_ALGO`` takes precedence."""
     global _pinned_ring
     if algorithm == "ring" and "NCCL_ALGO" not in os.environ:
         os.environ["NCCL_ALGO"] = "Ring"
@@ -32,13 +32,13 @@ def choose_algorithm(algorithm: str) -> None:
 
 
 def check_bound(bound: torch.device | None, device: torch.device) -> None:
-    """See that the script's own default group uses this tower's GPU, on which groups of ours are split from it.
+    """Checks that the script's own default group uses this tower's GPU. ``mirrored``'s groups are split from it.
 
     Args:
         bound: the device of the default group, if it is bound to one.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another device.
     """
     if bound is not None and bound.type == device.type and bound != device:
         raise ValueError(
@@ -50,7 +50,7 @@ def check_bound(bound: torch.device | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def without_abort() -> Iterator[None]:
-    """Inside, groups of NCCL are made whose errors do not end the process; see [Note: NCCL must not abort]."""
+    """Makes NCCL's groups, inside, such that their errors do not end the process; see [Note: NCCL must not abort]."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if name in os.environ or not nccl_aborts_at_once():
         yield

@@ -1,8 +1,8 @@
 """Errors that NCCL finds while no host waits for it: a collective that some tower never joins, a tower that has ended.
 
-The host only enqueues collectives between GPUs. torch's watchdog finds that one has timed out or failed, and aborts the
-process, without a word on which tower waited for which: a minute later, or, in torch 2.15, at once, unless it is told
-not to (see [Note: NCCL must not abort] in :mod:`towers.collectives.nccl`).
+The host only enqueues collectives between GPUs. torch's watchdog detects that one has timed out or failed, and aborts
+the process, without reporting which tower waited for which. This happens a minute later, or, in torch 2.15, at once,
+unless it is disabled (see [Note: NCCL must not abort] in :mod:`towers.collectives.nccl`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from towers.system.timeouts import clock
 
 @functools.cache
 def watch(failures: Callable[[], Iterable[Exception | None]]) -> None:
-    """Start a thread that asks ``failures`` every second, and ends this process with a report of the first."""
+    """Starts a thread that checks ``failures`` every second, and ends this process with a report of the first."""
     threading.Thread(target=_run, args=(failures,), name="towers-nccl", daemon=True).start()
 
 

@@ -1,15 +1,16 @@
-"""Collectives through torch.distributed (c10d): NCCL between NVIDIA's GPUs, what torch has between other
-accelerators, Gloo between CPUs.
+"""Collectives through torch.distributed (c10d): NCCL between NVIDIA's GPUs, Gloo between CPUs.
+
+Between other accelerators, torch's backend for their kind is used.
 
 [Note: groups end before the interpreter] Gloo's threads free the last collective's tensors and need the interpreter for
-it; a process that ended right after a collective was aborted in 8 of 12 runs (torch 2.13). Destroying the groups at
-exit joins the threads. NCCL waits for all towers then, also for one that is gone or has more to do, and for CUDA graphs
-that hold collectives, and so do its destructors. So where there is NCCL, a process that has not left after a minute
-(after a failure: a second) ends at once, without what else it has left to the interpreter's end.
+it. A process that ended right after a collective was aborted in 8 of 12 runs (torch 2.13). Destroying the groups at
+exit joins the threads. With NCCL, that waits for all towers, even for one that is gone or still busy, and for CUDA
+graphs that contain collectives. So do its destructors. Therefore, with NCCL, a process that has not left after a minute
+(after a failure: a second) ends at once, and skips the rest of the interpreter's end.
 
 [Note: a group is there when all have it] Of two towers that Gloo connects, one is done as soon as the other's port has
-taken its connection. If it leaves the group then, the other one, which still forms it, fails with "connectFullMesh …
-closed by peer". So a group begins with a barrier; that of the default group is a strategy's first collective.
+accepted its connection. If it then leaves the group, the other one, which still forms it, fails with "connectFullMesh …
+closed by peer". So a group starts with a barrier. For the default group, that is a strategy's first collective.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _LEAVING_SECONDS = 60.0
 
 log = get_logger("towers")
 
-# The second is its name in older versions of torch, deprecated in 2.13.
+# The second name is the one of older versions of torch, deprecated in 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -61,7 +62,7 @@ class ProcessGroupCommunicator(Communicator):
     """Collectives of one c10d process group.
 
     Attributes:
-        count: how many this tower has begun.
+        count: the number of collectives that this tower has started.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class ProcessGroupCommunicator(Communicator):
         return _Started(self, work, self.count, tensor, tensor), rows
 
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        """Memory for all towers' rows, and the collective that fills it."""
+        """Returns memory for all towers' rows, and the collective that fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if tensor.device.type != "cpu" and self.backend != "gloo":
-            # From a list c10d makes one tensor for the device, and copies row by row out of it; Gloo takes a list.
+            # For a list, c10d allocates one tensor on the device, and copies its rows; Gloo needs a list.
             return rows, functools.partial(_all_gather_single, rows.view(-1), tensor.contiguous().view(-1))
         return rows, functools.partial(dist.all_gather, list(rows.unbind(0)), tensor)
 
@@ -121,13 +122,13 @@ class ProcessGroupCommunicator(Communicator):
         self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))
 
     def _begin(self) -> Any:
-        """Count one more collective of this tower; returns c10d's group."""
+        """Counts one more collective of this tower, and returns c10d's group."""
         self.check_in_step()
         self.count += 1
         return self._group
 
     def _do(self, tensor: Tensor, collective: Callable[..., Any]) -> None:
-        """Run a collective to its end."""
+        """Runs a collective to its end."""
         group = self._begin()
         if tensor.device.type != "cpu":
             with self.explained():
@@ -136,7 +137,7 @@ class ProcessGroupCommunicator(Communicator):
             self.wait_for(collective(group=group, async_op=True), self.count)
 
     def wait_for(self, work: Any, number: int) -> None:
-        """Return when a collective on the CPU is done.
+        """Waits until a collective on the CPU is done.
 
         Args:
             number: the collective's.
@@ -152,18 +153,18 @@ class ProcessGroupCommunicator(Communicator):
 
     @staticmethod
     def _is_done(work: Any) -> bool:
-        """Whether the collective is done after a moment of waiting."""
+        """Returns whether the collective is done after a short wait."""
         try:
             work.wait(_MOMENT)
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait(_MOMENT)  # it has failed, and says so again; or it was done just after the moment
+            work.wait(_MOMENT)  # raises the failure again; or it was done just after the first wait
         return True
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Translate a backend's time-out or lost connection."""
+        """Translates a backend's time-out or lost connection."""
         try:
             yield
         except RuntimeError as error:
@@ -179,7 +180,11 @@ class ProcessGroupCommunicator(Communicator):
         return self._with(new_group(self.backend, self._timeout), self.next_name(), self.towers)
 
     def among(self, towers: Sequence[int]) -> ProcessGroupCommunicator | None:
-        """A communicator of some of the towers, in ascending order; all towers call this. None for those not in it."""
+        """Returns a communicator of some of the towers, or None on the others. All towers call this.
+
+        Args:
+            towers: in ascending order.
+        """
         group, name = new_group(self.backend, self._timeout, list(towers)), self.next_name()
         if self.index not in towers:
             return None
@@ -197,7 +202,7 @@ class ProcessGroupCommunicator(Communicator):
         self._group = None
 
     def failure(self) -> Exception | None:
-        """An error that NCCL has found while no host was waiting for a collective."""
+        """Returns an error that NCCL has found while no host was waiting for a collective, or None."""
         group = self._group
         if self.backend != "nccl" or group is None:
             return None
@@ -211,7 +216,7 @@ class ProcessGroupCommunicator(Communicator):
 
 
 class _Started:
-    """A collective that was started for ``tensor``, which travels as ``sent``."""
+    """A collective that was started for ``tensor``, and transmits ``sent``."""
 
     def __init__(
         self, communicator: ProcessGroupCommunicator, work: Any, number: int, tensor: Tensor, sent: Tensor
@@ -231,7 +236,7 @@ class _Started:
 
 
 open_communicators: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
-"""Communicators that hold a group, which is only really destroyed when nobody holds it."""
+"""Communicators that hold a group. A group is only really destroyed after they have released it."""
 
 
 _unused: list[Any] = []
@@ -239,17 +244,17 @@ _unused: list[Any] = []
 
 
 def failures() -> Iterator[Exception | None]:
-    """The errors that NCCL has found in each group (:mod:`towers.collectives.nccl_watch`)."""
+    """Yields the error that NCCL has found in each group, or None (:mod:`towers.collectives.nccl_watch`)."""
     try:
         communicators = list(open_communicators)
-    except RuntimeError:  # one was added meanwhile
+    except RuntimeError:  # one was added during the iteration
         return
     for communicator in communicators:
         yield communicator.failure()
 
 
 def backends(backend: str) -> str:
-    """The backends that c10d is asked for: beside an accelerator's Gloo, for messages between hosts' CPUs."""
+    """Returns the backends to request from c10d: an accelerator's own, and Gloo for messages between hosts' CPUs."""
     return backend if backend == "gloo" else f"cpu:gloo,{dist.Backend.backend_capability[backend][0]}:{backend}"
 
 
@@ -262,7 +267,7 @@ def join_default_group(
     timeout: timedelta,
     wire_dtype: str,
 ) -> ProcessGroupCommunicator:
-    """A communicator over c10d's default group, which all towers make together, and leave when they end."""
+    """Returns a communicator over c10d's default group, which all towers make together, and leave when they end."""
     with without_greeting(), nccl.without_abort() if backend == "nccl" else contextlib.nullcontext():
         dist.init_process_group(
             backends(backend),
@@ -277,10 +282,10 @@ def join_default_group(
 
 
 def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) -> Any:
-    """One more c10d group, of ``ranks`` or of all; all of the default group call this.
+    """Returns another c10d group, of ``ranks`` or of all ranks. All ranks of the default group call this.
 
-    Groups that nobody uses any more are destroyed here, not where their communicators are collected: garbage is
-    collected at any time, c10d's own calls included.
+    Unused groups are destroyed here, not where their communicators are collected: garbage is collected at any time,
+    even during c10d's own calls.
     """
     while _unused:
         dist.destroy_process_group(_unused.pop())
@@ -290,9 +295,9 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
 
 @contextlib.contextmanager
 def without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 prints its connections there.
+    """Keeps standard output clean while groups are made: Gloo of torch 2.9 prints its connections there.
 
-    Where NCCL_DEBUG asks NCCL to print, nothing is kept back.
+    If NCCL_DEBUG is set, so that NCCL prints, no output is suppressed.
     """
     if os.environ.get("NCCL_DEBUG"):
         yield
@@ -309,10 +314,10 @@ def without_greeting() -> Iterator[None]:
 
 
 def leave_at_exit(*, may_hang: bool) -> None:
-    """Destroy the groups before the interpreter is taken down; see [Note: groups end before the interpreter].
+    """Destroys the groups before the interpreter is finalized; see [Note: groups end before the interpreter].
 
     Args:
-        may_hang: whether there is NCCL.
+        may_hang: whether NCCL is used.
     """
     exit_code_of_script = _remember_exit_code() if may_hang else lambda: 0
     ending = threading.Event()
@@ -321,12 +326,12 @@ def leave_at_exit(*, may_hang: bool) -> None:
         ending.wait()
         leave_process_group()
 
-    # Started now: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
+    # Started now, because some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
     leaving = threading.Thread(target=leave_when_ending, name="towers-leave", daemon=True)
     leaving.start()
 
     def at_exit() -> None:
-        error = getattr(sys, "last_value", None)  # its report has been written by now
+        error = getattr(sys, "last_value", None)  # its report has already been written
         announced = max((communicator.health.exit_code for communicator in list(open_communicators)), default=0)
         ending.set()
         leaving.join(1.0 if error is not None else _LEAVING_SECONDS if may_hang else None)
@@ -348,7 +353,7 @@ def leave_at_exit(*, may_hang: bool) -> None:
 
 
 def _remember_exit_code() -> Callable[[], int]:
-    """From now on, remember what ``sys.exit`` is called with; returns a function for the exit code that it gives."""
+    """Records the argument of ``sys.exit`` from now on, and returns a function for the resulting exit code."""
     status: Any = None
     leave_by = sys.exit
 
@@ -358,12 +363,12 @@ def _remember_exit_code() -> Callable[[], int]:
         status = code
         leave_by(code)
 
-    sys.exit = remember  # the interpreter keeps a SystemExit to itself
+    sys.exit = remember  # the interpreter does not expose a SystemExit
     return lambda: status if isinstance(status, int) else int(status is not None)
 
 
 def leave_process_group() -> None:
-    """Destroy all groups; no communicator can be used afterwards."""
+    """Destroys all groups. No communicator can be used afterwards."""
     for communicator in list(open_communicators):
         communicator.close()
     if dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Reduce and gather values that user code holds: nested, of any dtype, possibly wrong on one tower.
+"""Reduces and gathers values of user code: nested, of any dtype, possibly wrong on one tower.
 
-Every call first announces what each tower holds, so that wrong axes, differing operations, shapes, dtypes or
-structures raise one error on all towers. Small values on the CPU ride in that same message.
+Every call first announces a description of each tower's value. Wrong axes and differing operations, shapes, dtypes or
+structures therefore raise one error on all towers. Small values on the CPU are sent in that same message.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _INLINE_BYTES = 128
 
 @dataclass(frozen=True)
 class _Leaf:
-    """One leaf as a tensor, and how to give the result back in the leaf's own kind."""
+    """One leaf as a tensor, and a function that converts the result to the leaf's own type."""
 
     tensor: Tensor
     give_back: Callable[[Tensor], Any]
 
 
 def to_leaf(value: Any) -> _Leaf:
-    """Tensors stay tensors, numpy arrays and Python numbers come back as such.
+    """Returns a value as a leaf. Tensors stay tensors; results for numpy arrays and Python numbers are converted back.
 
     Raises:
-        TypeError: anything else.
+        TypeError: any other value.
     """
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
@@ -55,20 +55,20 @@ def to_leaf(value: Any) -> _Leaf:
 
 
 def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str | None = None) -> Any:
-    """Reduce a nested value over all towers; all towers get the result.
+    """Reduces a nested value over all towers. All towers get the result.
 
     Args:
         comm: the towers.
         op: one of ``OPERATIONS``.
-        tree: leaves are tensors, numpy arrays or Python numbers, of one dtype on all towers; without
-            ``axis`` of one shape, with it the sizes of the reduced dimensions may differ.
-        axis: None reduces across towers only; an int or a tuple also reduces those dimensions of each tower's
-            value ("mean" divides by the number of elements of all towers together).
-        call: what a person would say is being done; default the name and arguments of this function.
+        tree: its leaves are tensors, numpy arrays or Python numbers, of one dtype on all towers. Without ``axis``, they
+            have one shape; with it, the sizes of the reduced dimensions may differ.
+        axis: None reduces across towers only. An int or a tuple also reduces those dimensions of each tower's value
+            ("mean" divides by the number of elements of all towers together).
+        call: a description of the call for users. Default: the name and arguments of this function.
 
     Returns:
-        The structure of ``tree``. Integers and booleans sum and multiply to int64 and average to float32
-        (Python's to float), as ``torch.sum`` and a true division do; everything else keeps its dtype.
+        The structure of ``tree``. Sums and products of integers and booleans are int64. Their means have torch's
+        default dtype, or float64 for scalars (float for Python numbers). All other values keep their dtype.
 
     Raises:
         DisagreementError, ValueError, TypeError: the same on all towers, before any value is sent.
@@ -92,14 +92,14 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str 
 
 
 def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
-    """The sum of the values of those towers that have one; all towers call it and get it.
+    """Returns the sum of the values of those towers that have one. All towers call it and get the sum.
 
     Args:
-        call: what a person would say is being done, the same on all towers.
+        call: a description of the call for users, the same on all towers.
         value: a floating-point scalar, of one dtype on all towers that have one; None on the others.
 
     Returns:
-        The sum, of that dtype; a zero of the default dtype where no tower has a value.
+        The sum, of that dtype; a zero of the default dtype if no tower has a value.
 
     Raises:
         DisagreementError: on all towers, before any value is sent.
@@ -128,11 +128,11 @@ def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
 
 
 def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
-    """Concatenate every tower's value along ``axis``, in tower order; all towers get the result.
+    """Concatenates every tower's value along ``axis``, in tower order. All towers get the result.
 
     Args:
-        tree: leaves are tensors or numpy arrays of one dtype; only the size along ``axis`` may differ.
-        axis: which dimension to concatenate; negative counts from the end.
+        tree: its leaves are tensors or numpy arrays of one dtype; only the size along ``axis`` may differ.
+        axis: the dimension to concatenate; negative numbers count from the end.
 
     Raises:
         DisagreementError, ValueError, TypeError: the same on all towers, before any value is sent.
@@ -162,7 +162,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 
 
 def concatenate(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], axis: int) -> Tensor:
-    """Concatenate tensors whose shapes are known to all towers. Moves bytes, so any dtype will do."""
+    """Concatenates tensors whose shapes are known to all towers. It moves bytes, so it supports every dtype."""
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     if not any(sizes):
         return torch.cat([tensor.new_empty(list(shape)) for shape in shapes], dim=axis)
@@ -182,7 +182,7 @@ def _dimension(axis: int, tensor: Tensor) -> int:
 
 
 def _reduce_locally(op: str, tensor: Tensor, axis: Axis) -> tuple[Tensor, int]:
-    """This tower's contribution in the dtype it travels in, and how many elements stand behind each entry."""
+    """Returns this tower's contribution, in the dtype that is sent, and the number of elements behind each entry."""
     if op in ("min", "max") and tensor.is_complex():
         raise TypeError(f"{op} is not defined for complex values")
     if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
@@ -213,7 +213,7 @@ def _reduce_locally(op: str, tensor: Tensor, axis: Axis) -> tuple[Tensor, int]:
 
 
 def _identity(op: str, like: Tensor) -> Tensor:
-    """What changes nothing in a min or max: the contribution of a tower that has no elements."""
+    """Returns the neutral element of min or max: the contribution of a tower without elements."""
     if like.is_floating_point():
         return torch.full_like(like, math.inf if op == "min" else -math.inf)
     limits = torch.iinfo(like.dtype)
@@ -234,25 +234,25 @@ def _finish(op: str, original: Tensor, total: Tensor, count: int | None) -> Tens
 
 
 def _combine_here(op: str, local: list[Tensor], bodies: list[bytes]) -> list[Tensor]:
-    """Reduce the towers' contributions, which rode in the message."""
+    """Reduces the towers' contributions that were part of the message."""
     combine: Any = {"sum": torch.sum, "mean": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[op]
     towers = [_unpack(body, local) for body in bodies]
     return [combine(torch.stack(contributions), dim=0) for contributions in zip(*towers, strict=True)]
 
 
 def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
-    """Reduce the towers' contributions, by one collective a dtype."""
+    """Reduces the towers' contributions, with one collective per dtype."""
     with InStep(comm):
         return all_reduce_together(comm, "sum" if op == "mean" else op, local)
 
 
 def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce several tensors, with one collective for each dtype and device among them."""
+    """Reduces several tensors, with one collective for each dtype and device among them."""
 
     def reduce_flat(flat: Tensor) -> None:
         not_numbers = flat.isnan() if op in ("min", "max") and flat.is_floating_point() else None
         comm.all_reduce(flat, op)
-        if not_numbers is not None:  # what a backend's min and max make of NaN differs; torch's is NaN
+        if not_numbers is not None:  # backends treat NaN differently in min and max; torch's result is NaN
             anywhere = not_numbers.to(torch.uint8)
             comm.all_reduce(anywhere, "max")
             flat[anywhere.bool()] = math.nan
@@ -261,7 +261,7 @@ def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) 
 
 
 def together(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> list[Tensor]:
-    """Let ``collective`` change tensors that lie flat, one after the other, once for each dtype and device; copies."""
+    """Returns copies of tensors after ``collective`` has changed them, laid out flat, once per dtype and device."""
     results = list(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -281,10 +281,12 @@ def _announce_leaves(
     describe: Callable[[Tensor], list[Any]],
     local: list[Tensor] | None = None,
 ) -> tuple[list[_Leaf], list[list[Any]], list[bytes] | None]:
-    """Tell all towers what this one is about to do; raise on all if any cannot, or if they disagree.
+    """Announces this tower's call to all towers.
 
-    Returns the leaves, every tower's descriptions of them, and every tower's ``local`` values, packed, where all were
-    small enough to ride along.
+    It raises on all towers if any tower cannot continue, or if they disagree.
+
+    Returns the leaves, every tower's descriptions of them, and every tower's packed ``local`` values, or None if some
+    were too large for the message.
     """
     details: dict[str, Any] = {"structure": trees.structure(tree)}
     leaves, body, problem = list[_Leaf](), b"", None
@@ -315,7 +317,7 @@ def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
 
 
 def _check_equal(call: str, described: list[list[Any]], fixed: Callable[[Any], Any]) -> None:
-    """See that what is ``fixed`` of each leaf's description is the same on all towers."""
+    """Checks that the ``fixed`` part of each leaf's description is the same on all towers."""
     for tower, leaves in enumerate(described):
         for i, (leaf, first) in enumerate(zip(leaves, described[0], strict=True)):
             if fixed(leaf) != fixed(first):

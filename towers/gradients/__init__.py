@@ -1,1 +1,1 @@
-"""Averaging gradients over the towers in every backward, beside it where the communicator can."""
+"""Averages gradients over the towers in every backward, in parallel with it if the communicator can."""

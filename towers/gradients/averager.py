@@ -1,27 +1,27 @@
-"""Averaging gradients over the towers in every backward (rule R2, docs/concepts/towers.md).
+"""Averages gradients over the towers in every backward (rule R2, docs/concepts/towers.md).
 
-When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of what each tower
-contributed. One backward goes like this:
+When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of each tower's contribution.
+One backward consists of these steps:
 
-1. ``_arrive``: autograd has finished a parameter's gradient. The first one opens a cycle
-   (:class:`towers.gradients.cycle.Cycle`) and asks autograd to call ``_finish`` when this backward is done, the
-   outermost one where checkpoints run others within it.
-2. ``Cycle.arrive``: a bucket is full; from the second backward on it is packed and started now. Through NCCL and Gloo
-   it is then reduced beside the backward that goes on, in shared memory together with all others in step 3. Buckets
-   start in the order of their indices, so that all towers make the same collectives in the same order whatever order
-   their gradients came in.
-3. ``_finish``: backward is done. ``Cycle.finish`` starts what is left, the last bucket carrying which buckets this
-   tower touched, and awaits all results.
+1. ``_arrive``: autograd has finished a parameter's gradient. The first gradient opens a cycle
+   (:class:`towers.gradients.cycle.Cycle`) and registers ``_finish`` with autograd for the end of this backward: the
+   outermost one, if checkpoints run others within it.
+2. ``Cycle.arrive``: a bucket is full. From the second backward on, it is packed and started now. Through NCCL and
+   Gloo, it is then reduced in parallel with the rest of the backward; in shared memory, together with all others in
+   step 3. Buckets start in the order of their indices. So all towers run the same collectives in the same order, in
+   whichever order their gradients arrived.
+3. ``_finish``: backward is done. ``Cycle.finish`` starts the remaining buckets, and awaits all results. The last
+   bucket contains which buckets this tower touched.
 
-[Note: buckets in the order of arrival] The first backward shows in which order gradients come. Where collectives run
-beside the backward, buckets are then laid out anew in tower 0's order, so that they fill one after the other.
+[Note: buckets in the order of arrival] The first backward shows in which order gradients arrive. If collectives run in
+parallel with the backward, buckets are then laid out again in tower 0's order, so that they fill one after the other.
 
-[Note: a channel of its own] Gradients are averaged over a communicator that nothing else uses: a collective of the
-script's inside a backward could otherwise meet a bucket of a tower whose buckets fill in another order.
+[Note: a channel of its own] Gradients are averaged over a communicator that no other code uses. Otherwise, a collective
+of the script inside a backward could meet a bucket of a tower whose buckets fill in another order.
 
-[Note: the last one averages] Where a model is mirrored by one strategy after another, only the last one's averager is
-attached to it: a second average of a gradient of which a tower has averaged its chunk alone would be wrong. To the
-others its gradients count as averaged.
+[Note: the last one averages] If a model is mirrored by one strategy after another, only the last one's averager is
+attached to it. A second average of a gradient of which a tower has averaged only its chunk would be wrong. For the
+other averagers, its gradients count as averaged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from towers.system.torch_private import current_graph_task_id, disable_dynamo
 
 
 class Hooks(enum.Enum):
-    """What the hooks of parameters do with a gradient."""
+    """The effect of parameters' hooks on a gradient."""
 
     AVERAGE = "it is averaged over the towers"
     ACCUMULATE = "it stays this tower's own (no_sync), and the next backward averages it, too"
@@ -60,21 +60,23 @@ class Hooks(enum.Enum):
 class Lazy(Protocol):
     """Completes gradients of which the reduction has averaged this tower's chunk only.
 
-    :class:`towers.gradients.reduce_scatter.ReduceScatter` does.
+    :class:`towers.gradients.reduce_scatter.ReduceScatter` implements it.
     """
 
     def defer_rest(self) -> None:
-        """Let the gradients of the backward that was averaged complete themselves when they are used."""
+        """Lets the gradients of the averaged backward complete themselves when they are used."""
 
     def complete(self) -> None:
-        """Complete the last gradients if anybody holds them: outside of an averaged backward, some are about to change.
+        """Completes the last gradients if they are still held, because some are about to change.
 
-        All towers call it, or none; until the next backward is averaged, only the first call does anything.
+        This happens outside of an averaged backward.
+
+        All towers call it, or none. Until the next backward is averaged, only the first call has an effect.
         """
 
 
 _attached = WeakIdKeyDictionary()
-"""By parameter, of the last averager that took it: the slot, and how its hooks are removed."""
+"""By parameter, the slot and the functions that remove the hooks, of the last averager that took the parameter."""
 
 _IDLE, _ACCUMULATE, _DISABLED = State.IDLE, Hooks.ACCUMULATE, Hooks.DISABLED  # looking up a member takes 0.1 µs
 
@@ -83,17 +85,17 @@ class GradientAverager(GradientReducer):
     """Attaches to parameters and keeps their gradients averaged.
 
     Args:
-        channel: a communicator that nothing else uses (see [Note: a channel of its own]).
+        channel: a communicator that no other code uses (see [Note: a channel of its own]).
         bucket_bytes: size of a bucket; None: the channel's.
-        reduction: how buckets are averaged; all-reduces by default.
-        lazy: completes what ``reduction`` leaves incomplete, if that is anything.
-        announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
-            all of them are; raises on all where they are not.
-        watch: inspects what this tower contributes.
+        reduction: how buckets are averaged. Default: with all-reduces.
+        lazy: completes gradients that ``reduction`` leaves incomplete, or None.
+        announce: announces this tower's call to the other towers, not through ``channel``, and returns when all towers
+            have announced the same. Otherwise, it raises on all of them.
+        watch: inspects this tower's contributions.
 
     Attributes:
         keys: keys of memory in ``channel``.
-        layout: the present buckets; another one whenever they are laid out anew.
+        layout: the present buckets. Each new layout is a new object.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class GradientAverager(GradientReducer):
         self._cycle = Cycle(channel, self._reduction, watch)
         self._hooks = Hooks.AVERAGE
         self._unhook: list[Callable[[], None]] = []
-        self._overtaken: list[GradientHook] = []  # other hooks of their parameters come after them
-        self._arrivals: list[str] | None = None  # names, of the first backward, until their order is known
+        self._overtaken: list[GradientHook] = []  # other hooks of their parameters run after them
+        self._arrivals: list[str] | None = None  # names from the first backward, until their order is known
         self._any_unsynced = False
         self.keys = Keys(channel)
         self.layout = BucketLayout([], self._bucket_bytes)
@@ -143,7 +145,7 @@ class GradientAverager(GradientReducer):
             self._lay_out(self.layout.kept(self._channel))
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
-        """Distribute parameters over new buckets, and attach to them. All towers have made a collective before."""
+        """Distributes parameters over new buckets, and attaches to them. All towers have run a collective before."""
         before = {id(slot.parameter()): slot for slot in self.layout.slots}
         for remove in self._unhook:
             remove()
@@ -175,7 +177,7 @@ class GradientAverager(GradientReducer):
         unhook = [hook.remove]
         if self._lazy is not None:
             trainable = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch hooks no others
+            parameter.requires_grad_(True)  # torch hooks only such tensors
             unhook.append(parameter.register_hook(lambda _: self._complete()).remove)
             parameter.requires_grad_(trainable)
         _attached[parameter] = slot, unhook
@@ -187,12 +189,15 @@ class GradientAverager(GradientReducer):
     # -- one backward ------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
-        """Complete lazily gathered gradients that are about to change: autograd adds to one, for example."""
+        """Completes lazily gathered gradients that are about to change, for example because autograd adds to one."""
         if self._lazy is not None and self._cycle.state is State.IDLE:
             self._lazy.complete()
 
     def _arrive(self, slot: Slot, parameter: Tensor, hook: GradientHook) -> None:
-        """Autograd has finished a gradient. It also calls the hooks of what was frozen since the forward."""
+        """Handles a gradient that autograd has finished.
+
+        Autograd also calls the hooks of parameters that were frozen since the forward.
+        """
         if self._hooks is _DISABLED or not parameter.requires_grad:
             return
         gradient = parameter.grad
@@ -224,7 +229,7 @@ class GradientAverager(GradientReducer):
     def _finish(self, reduction: Reduction | None = None) -> None:
         self._cycle.finish(reduction)
         if self._any_unsynced:
-            for slot in self.layout.dense:  # also where nothing was averaged: such a gradient has been dropped
+            for slot in self.layout.dense:  # even if no average took place: such a gradient has been dropped
                 slot.unsynced = False
         self._any_unsynced = False
         if self._lazy is not None:
@@ -235,7 +240,7 @@ class GradientAverager(GradientReducer):
             self._watch.report()
 
     def _adopt_order(self, arrivals: list[str]) -> None:
-        """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
+        """Lays the buckets out in the order of arrival on tower 0. Gradients that have not arrived follow."""
         self._arrivals = None
         replies = self._channel.all_gather_bytes(json.dumps(arrivals).encode() if self._channel.index == 0 else b"")
         ordered = self.layout.in_order_of(json.loads(replies[0]), self._channel)
@@ -256,12 +261,13 @@ class GradientAverager(GradientReducer):
     @disable_dynamo
     @handles_gradients
     def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
-        """Reduce the gradients that there are, without a backward; all towers call it.
+        """Reduces the existing gradients, without a backward. All towers call it.
 
-        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
+        A parameter without a gradient on any tower keeps none. If some towers have one, the other towers contribute
+        zeros.
 
         Args:
-            kind: makes the reduction of the towers' communicator.
+            kind: creates the reduction from the towers' communicator.
         """
         self._cycle.check_in_step()
         self._cycle.open()
@@ -281,15 +287,15 @@ class GradientAverager(GradientReducer):
             return
         if self._channel.size > 1:
             self._channel.break_off(error)
-        else:  # a tower alone cannot be out of step
+        else:  # a single tower cannot be out of step
             self._cycle = Cycle(self._channel, self._reduction, self._watch)
             self._lay_out(self.layout.kept(self._channel))
 
     @handles_gradients
     def disown(self, error: ForkedError) -> None:
-        """Drop gradients that lie in memory which this process, a fork of a tower, shares with the towers.
+        """Drops gradients in memory that this process, a fork of a tower, shares with the towers.
 
-        Autograd adds to a gradient before any hook could refuse to.
+        Autograd adds to a gradient before any hook could refuse it.
         """
         for slot in self.layout.dense:
             if (parameter := slot.parameter()) is not None and slot.is_installed(parameter.grad):
@@ -308,9 +314,9 @@ class GradientAverager(GradientReducer):
 
     @contextlib.contextmanager
     def hooks_disabled(self) -> Iterator[None]:
-        """Inside, gradients are left to the caller: they are computed as if nothing were attached.
+        """Leaves gradients to the caller inside: they are computed as if no hooks were attached.
 
-        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
+        It must not be entered inside :meth:`accumulating`; ``strategy.backward`` ensures this.
 
         Raises:
             TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
@@ -334,7 +340,7 @@ class GradientAverager(GradientReducer):
             return {}
         return {id(slot.parameter()): slot.name for slot in self.layout.slots if slot.holds_unsynced}
 
-    # -- what has been averaged --------------------------------------------------------------------------
+    # -- finished averages -------------------------------------------------------------------------------
 
     @property
     def averaged(self) -> int:

@@ -1,8 +1,8 @@
-"""Averaging gradients that a script has computed itself, all at once.
+"""Averages gradients that a script has computed itself, all at once.
 
-[Note: a script's own gradients] ``torch.autograd.grad`` runs no hook of a parameter's, so what it gives is each tower's
-own. It is averaged on request, in one announced call: shapes and dtypes are compared by a digest, and a digit for each
-gradient says whether this tower has one and whether it is dense. An average with a graph would have to be a collective
+[Note: a script's own gradients] ``torch.autograd.grad`` runs no hooks of parameters, so its results are each tower's
+own. They are averaged on request, in one announced call. A digest compares shapes and dtypes. One digit per gradient
+shows whether this tower has one, and another digit whether it is dense. An average with a graph would need a collective
 in the backward through it, which towers reach at different times.
 """
 
@@ -30,19 +30,19 @@ def average(
     gradients: Sequence[Tensor | None],
     name_of: Callable[[Tensor], str],
 ) -> list[Tensor | None]:
-    """The mean over the towers of every gradient; all towers call it.
+    """Returns the mean over the towers of every gradient. All towers call it.
 
     Args:
-        call: what messages call it; the same on all towers.
-        tensors: what the gradients belong to, with the same shapes and dtypes in the same order on all towers.
-        gradients: dense or sparse; None counts as zero where another tower has a gradient.
-        name_of: what messages call one of the tensors.
+        call: the call's name in messages; the same on all towers.
+        tensors: the tensors of the gradients, with the same shapes and dtypes in the same order on all towers.
+        gradients: dense or sparse. None counts as zero if another tower has a gradient.
+        name_of: returns a tensor's name in messages.
 
     Returns:
-        New tensors, sparse where no tower's gradient is dense; None where no tower has a gradient.
+        New tensors, which are sparse if no tower's gradient is dense; None if no tower has a gradient.
 
     Raises:
-        DisagreementError: on all towers, when some call something else, or give other tensors.
+        DisagreementError: on all towers, if some make another call or give other tensors.
     """
     kinds = [[str(gradient_dtype(tensor)), list(tensor.shape)] for tensor in tensors]
     digest = digest_of(kinds)
@@ -81,13 +81,13 @@ def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def average_flat(comm: Communicator, flat: Tensor) -> None:
-    """Average a flat tensor over the towers, in place."""
+    """Averages a flat tensor over the towers, in place."""
     real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     comm.submit_average(real.mul_(comm.prescale)).wait()
 
 
 def _difference(comm: Communicator, call: str, described: Sequence[Sequence[object]]) -> DisagreementError:
-    """The error of towers that give different tensors, with one text on all of them; all towers call it."""
+    """Returns the error of towers that give different tensors, with one message on all of them. All towers call it."""
     towers = comm.all_gather_json(described)
     advice = "every tower must give the same tensors in the same order"
     for tower, other in enumerate(towers):

@@ -1,34 +1,35 @@
-"""Buckets: flat buffers in which many parameters' gradients travel in one collective.
+"""Buckets: flat buffers in which many parameters' gradients are sent in one collective.
 
-A bucket's buffer holds, one after the other::
+A bucket's buffer contains, in this order::
 
     | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a unit) | backward |
 
-The numbers behind the gradients are its *tail*. They make unused parameters exact without a collective of their own:
-once reduced, a slot's "used?" is not zero if any tower computed that gradient in this backward: it is the number of
-such towers, or in shared memory, which averages the tail as well, that number over N. In the bucket that is the last of
-a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for, and the last numbers
-say which backward it is (:class:`towers.gradients.usage.Summary`). Between GPUs these flags take another way
+The numbers behind the gradients are its *tail*. They make unused parameters exact without an additional collective.
+After the reduction, a slot's "used?" is not zero if any tower computed that gradient in this backward. It is the number
+of such towers or, in shared memory, which averages the tail as well, that number over N. In a backward's last bucket,
+"touched?" shows which units (buckets and sparse gradients) any tower has gradients for, and the last numbers identify
+the backward (:class:`towers.gradients.usage.Summary`). Between GPUs, these flags are sent in another way
 (:mod:`towers.gradients.usage`).
 
 [Note: gradients lie in buckets] When a backward is done, each gradient that any tower computed is a view of its bucket
-(a tower's own since the bucket was packed, or before; see below), so nothing is copied out after the sum. DDP's
-``gradient_as_bucket_view`` does the same, saves a copy of all gradients a step, and breaks code that keeps ``p.grad``
-over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled again, the
-holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new memory. The
-slots' own views are never installed as gradients, since ``Module.to`` and ``p.grad.data = …`` would move them out of
-the bucket.
+(a tower's own gradient since the bucket was packed, or earlier; see below). So no gradient is copied out after the sum.
+DDP's ``gradient_as_bucket_view`` does the same and saves a copy of all gradients per step. It breaks code that keeps
+``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled
+again, the holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new
+memory. The slots' own views are never installed as gradients, because ``Module.to`` and ``p.grad.data = …`` would move
+them out of the bucket.
 
-[Note: copied at once] CPU towers of one host compute on the cores that they reduce on, so nothing is gained by overlap,
-but much by the cache: a large gradient is copied into its bucket as soon as autograd has it, while the cache holds it,
-and the copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the last.
-(Through Gloo the copy is times 1/N, so it becomes the gradient when the bucket is packed.) Small ones are copied
-together, in one call, when the bucket is packed: when it is full, but in a first backward, and for the last bucket of
-every one, when backward is done.
+[Note: copied at once] CPU towers of one host compute on the cores that they reduce on, so overlap saves nothing, but
+the cache saves much. A large gradient is copied into its bucket as soon as autograd has finished it, while the cache
+holds it. The copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the
+last. (Through Gloo, the copy is multiplied by 1/N, so it becomes the gradient when the bucket is packed.) Small
+gradients are copied together, in one call, when the bucket is packed. This happens when it is full; in a first
+backward, and for the last bucket of every backward, when backward is done.
 
 [Note: stale slots contribute what they hold] A slot without a new gradient contributes the gradient that the parameter
-still has, not zero. That one is equal on all towers, so its mean is itself, to rounding unless N is a power of two; a
-second backward that only some towers make must give old + mean(new), and contributing zero would divide the old.
+still has, not zero. That gradient is equal on all towers, so its mean is itself, up to rounding unless N is a power of
+two. A second backward that only some towers run must result in old + mean(new); contributing zero would divide the old
+gradient.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from towers.system.torch_private import foreach_copy_, storage_holders
 
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
-_LARGE_BYTES = 2**17  # from here on copying a gradient at once saves more than one call for many does
+_LARGE_BYTES = 2**17  # from this size on, copying a gradient at once saves more than one call for many gradients
 
 
 class DenseSlot(Slot):
     """One parameter's place in a bucket.
 
     Attributes:
-        bucket, start: where it is, in elements of the bucket's dtype.
-        view: where in the buffer its gradient lies, in the parameter's shape and strides.
-        large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
-        copied: the gradient that was copied so, and its version then, by which a later change is noticed.
+        bucket, start: its position, in elements of the bucket's dtype.
+        view: the part of the buffer for its gradient, in the parameter's shape and strides.
+        large: whether its gradient is copied into the buffer at once (see [Note: copied at once]).
+        copied: the gradient that was copied at once, and its version then, by which a later change is detected.
     """
 
     __slots__ = ("bucket", "copied", "large", "start", "view")
@@ -81,31 +82,31 @@ class DenseSlot(Slot):
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def is_installed(self, gradient: Tensor | None) -> bool:
-        """Whether ``gradient`` is this slot's place in the buffer."""
+        """Returns whether ``gradient`` is this slot's place in the buffer."""
         view = self.view
         if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
             return False
         return gradient.stride() == view.stride() and gradient.dtype == view.dtype
 
     def install(self, parameter: Tensor) -> None:
-        """Make this slot's place in the buffer the parameter's gradient."""
+        """Makes this slot's place in the buffer the parameter's gradient."""
         parameter.grad = self.view.detach()
 
 
 class Bucket:
-    """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones.
+    """A flat buffer of gradients of one dtype and device. Complex numbers are sent as pairs of real ones.
 
     Attributes:
         index: its place among the buckets; collectives start in this order.
         key: its memory's (:meth:`Communicator.allocate`).
         numel: elements of the gradients, without the tail.
-        units: how many numbers of the tail say which units were touched.
-        missing: how many gradients of this backward have not arrived, once they were counted.
+        units: the number of values in the tail that show which units were touched.
+        missing: the number of gradients of this backward that have not arrived, once they were counted.
         is_packed: whether it was packed in this backward.
-        flags: what this tower tells the others with it: for each slot whether it had a gradient of its own, and in the
-            last bucket of a backward all of :class:`Summary`.
-        buffer, tail: its memory, allocated once it is needed, and what lies in it behind the gradients.
-        streams: orders what comes on an accelerator; None elsewhere.
+        flags: this tower's message to the others: for each slot, whether it had its own gradient; and in the last
+            bucket of a backward, all of :class:`Summary`.
+        buffer, tail: its memory, allocated once it is needed, and the part of it behind the gradients.
+        streams: orders writes on an accelerator; None elsewhere.
     """
 
     def __init__(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -128,7 +129,7 @@ class Bucket:
         self._version = 0
 
     def add(self, named: Named) -> None:
-        """Give a parameter the next aligned place."""
+        """Assigns a parameter the next aligned place."""
         start = -(-self.numel // self.alignment) * self.alignment
         slot = DenseSlot(named, self, start)
         self.slots.append(slot)
@@ -136,37 +137,37 @@ class Bucket:
 
     @property
     def alignment(self) -> int:
-        """Slots begin at multiples of so many elements."""
+        """The number of elements of whose multiples slots start."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
     def count_missing(self) -> None:
-        """Count, before a backward, how many gradients may arrive."""
+        """Counts, before a backward, how many gradients may arrive."""
         self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
 
     def copy_in(
         self, slot: DenseSlot, parameter: Tensor, gradient: Tensor, channel: Communicator, scale: float
     ) -> None:
-        """Copy a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
+        """Copies a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
         self._check_holders(channel)
         if slot.is_installed(gradient):
             return
         _copy([slot.view], [gradient], scale)
         if scale == 1.0:
             slot.install(parameter)
-        else:  # a second gradient of this backward would be added to the scaled first: it is installed when packed
+        else:  # installed when packed: a second gradient of this backward would be added to the scaled first
             slot.copied = gradient, gradient._version
 
     def pack(
         self, channel: Communicator, scale: float, summary: Summary | None = None, *, flags_in_tail: bool = True
     ) -> None:
-        """Copy all gradients, times ``scale``, and the flags into the buffer; it is ready to be reduced.
+        """Copies all gradients, times ``scale``, and the flags into the buffer, which is then ready for the reduction.
 
-        From here on the gradients of fresh slots lie in the buffer. A slot without any gradient contributes zero (and
-        see [Note: stale slots contribute what they hold]).
+        From here on, the gradients of fresh slots are in the buffer. A slot without any gradient contributes zero (see
+        also [Note: stale slots contribute what they hold]).
 
         Args:
             summary: for the last bucket of a backward.
-            flags_in_tail: whether the flags travel in the tail.
+            flags_in_tail: whether the flags are sent in the tail.
         """
         self._check_holders(channel)
         used: list[bool] = []
@@ -202,13 +203,13 @@ class Bucket:
         self._version = self.buffer._version
 
     def check_untouched(self, tower: int) -> None:
-        """See, when backward is done, that the gradients are those that were packed before.
+        """Checks, when backward is done, that the gradients are still the packed ones.
 
         Args:
             tower: this one, for messages.
 
         Raises:
-            TowersError: the script has changed or replaced one meanwhile.
+            TowersError: the script has changed or replaced a gradient after it was packed.
         """
         pairs = zip(self.slots, self._packed, strict=True)
         changed = [slot for slot, packed in pairs if slot.gradient is not packed and slot.parameter() is not None]
@@ -225,7 +226,7 @@ class Bucket:
             )
 
     def _check_holders(self, channel: Communicator) -> None:
-        """See, once in a backward, that nobody else holds the memory of the buffer, which is about to be written to.
+        """Checks, once in a backward, that no other code holds the buffer's memory, which is about to be written to.
 
         See [Note: gradients lie in buckets].
         """
@@ -239,15 +240,15 @@ class Bucket:
             self._allocate(channel)
 
     def finish(self, counts: Counts, number: int, tower: int) -> None:
-        """Give parameters that only other towers used the reduced gradient, too, and forget this backward.
+        """Gives parameters that only other towers used the reduced gradient, too, and forgets this backward.
 
         Args:
-            counts: what the towers have set of this bucket's flags.
+            counts: the towers' counts of this bucket's flags.
             number: the backward's.
             tower: this one, for messages.
 
         Raises:
-            MirrorError: a parameter is frozen on this tower and not on another one.
+            MirrorError: a parameter is frozen on this tower, but not on another one.
         """
         self.is_packed = self._holders_checked = False
         self._packed = []
@@ -281,7 +282,7 @@ class Bucket:
 
 
 def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
-    """Copy gradients, times ``scale``, into places in buffers; in one call where they are not multiplied."""
+    """Copies gradients, times ``scale``, into places in buffers. If they are not multiplied, it takes one call."""
     sources = [to_dense(gradient) if gradient.is_sparse else gradient for gradient in gradients]
     if scale == 1.0:
         foreach_copy_(targets, sources)
@@ -291,11 +292,11 @@ def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
 
 
 def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
-    """Distribute parameters over buckets of about ``bucket_bytes``, one dtype and device each.
+    """Distributes parameters over buckets of about ``bucket_bytes``, one dtype and device each.
 
-    The last parameter comes first, since backward usually reaches it first; the first bucket is small, so that the
-    first collective starts early. Parameters that were frozen from the start lie in buckets of their own, which
-    cost nothing until one is thawed. There is always at least one bucket.
+    The last parameter is in the first bucket, because backward usually reaches it first. The first bucket is small, so
+    that the first collective starts early. Parameters that were frozen from the start are in separate buckets, which
+    cost nothing until a parameter is unfrozen. There is always at least one bucket.
     """
     buckets: list[Bucket] = []
     for trainable in (True, False):

@@ -1,16 +1,18 @@
-"""One averaged backward after the other: which buckets take part, when each starts, and what ends a backward.
+"""The sequence of averaged backwards: which buckets take part, when each starts, and what ends a backward.
 
-[Note: predicted buckets] All towers must start the same collectives in the same order, but which buckets a backward
-touches is known only when it is over, and can differ between towers. To reduce every bucket in every backward would be
-exact, and would send a GAN's generator along with each step of the discriminator. So each tower predicts from what
-followed the last backward, which all towers have seen alike. The last bucket of a backward tells all towers what any of
-them touched, and what was not predicted follows. That is exact always, takes no collective of its own, and wastes
-nothing after the first time; a parameter that a single tower used is exact, too.
+[Note: predicted buckets] All towers must start the same collectives in the same order. But the buckets that a backward
+touches are known only when it is over, and can differ between towers. Reducing every bucket in every backward would be
+exact, but would send a GAN's generator with each step of the discriminator. So each tower predicts the buckets of the
+backward that last followed the same predecessor. All towers have seen the same backwards. The last bucket of a backward
+informs all towers of the units that any of them touched, and buckets that were not predicted follow. That is always
+exact, takes no additional collective, and wastes nothing after the first time. A parameter that a single tower used is
+exact, too.
 
-[Note: where the mean is taken] Through Gloo gradients are multiplied by 1/N on the way into the bucket, as DDP does,
-instead of divided after the sum: one pass over memory less (1.9 ms of a 75 ms step for 10 million parameters on one
-core), and the bits of DDP with the same buckets. For N a power of two both are the same bits. NCCL takes gradients as
-they are and multiplies as it reads them (``ReduceOp.AVG``); shared memory multiplies piece by piece, in the cache.
+[Note: where the mean is taken] Through Gloo, gradients are multiplied by 1/N on the way into the bucket, as in DDP,
+instead of divided after the sum. This saves one pass over memory (1.9 ms of a 75 ms step for 10 million parameters on
+one core), and gives the bits of DDP with the same buckets. If N is a power of two, both give the same bits. NCCL takes
+gradients unchanged and multiplies as it reads them (``ReduceOp.AVG``). Shared memory multiplies piece by piece, in the
+cache.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_run
 
 
 class State(enum.Enum):
-    """Where a :class:`Cycle` is."""
+    """The state of a :class:`Cycle`."""
 
     IDLE = "no backward is open"
     COLLECTING = "gradients arrive, and full buckets start"
@@ -53,36 +55,36 @@ class Reduction(ABC):
     """Reduces packed buckets over all towers, which make the same calls in the same order.
 
     Attributes:
-        scale: what gradients are multiplied by on their way into the buckets (see [Note: where the mean is taken]).
+        scale: the factor for gradients on their way into the buckets (see [Note: where the mean is taken]).
     """
 
     scale: float = 1.0
 
     @abstractmethod
     def start(self, bucket: Bucket) -> None:
-        """Take a packed bucket, to be reduced beside the backward where that can be, else in :meth:`finish`."""
+        """Takes a packed bucket. It is reduced in parallel with the backward if possible, or in :meth:`finish`."""
 
     @abstractmethod
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Return when all buckets that were started are reduced (on a GPU: when later work will see it).
+        """Waits until all started buckets are reduced (on a GPU: for later work).
 
         Args:
-            buckets: those, in the order in which they were started.
+            buckets: the started buckets, in order.
 
         Returns:
-            Every tail's sum over the towers, or its mean: zero where no tower has set a flag.
+            Every tail's sum over the towers, or its mean. It is zero if no tower has set a flag.
         """
 
     @abstractmethod
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        """Reduce a sparse gradient: to a sparse one, coalesced, unless some tower's is dense; to a dense one then."""
+        """Reduces a sparse gradient. The result is dense if some tower's gradient is, otherwise it is coalesced."""
 
 
 class AllReduce(Reduction):
-    """Averages buckets by all-reduces.
+    """Averages buckets with all-reduces.
 
-    The communicator decides where they run: through c10d beside the backward, in shared memory in place and all
-    together when they are awaited (see [Note: copied at once] in :mod:`towers.gradients.buckets`).
+    The communicator decides when they run: through c10d in parallel with the backward, and in shared memory in place
+    and all together when they are awaited (see [Note: copied at once] in :mod:`towers.gradients.buckets`).
     """
 
     def __init__(self, channel: Communicator) -> None:
@@ -91,7 +93,7 @@ class AllReduce(Reduction):
         self._pending: list[Pending] = []
 
     def start(self, bucket: Bucket) -> None:
-        """Submit a bucket, which starts its all-reduce through c10d, and queues it in shared memory."""
+        """Submits a bucket. This starts its all-reduce through c10d, and queues it in shared memory."""
         self._pending.append(self._channel.submit_average(bucket.buffer))
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -111,13 +113,13 @@ class AllReduce(Reduction):
 
 
 class Watch(Protocol):
-    """Inspects what this tower contributes (:mod:`towers.gradients.nonfinite`)."""
+    """Inspects this tower's contributions (:mod:`towers.gradients.nonfinite`)."""
 
     def inspect(self, slots: Iterable[Slot]) -> None:
-        """Inspect gradients that are about to be reduced."""
+        """Inspects gradients that are about to be reduced."""
 
     def report(self) -> None:
-        """Tell all towers what was seen: a backward is over, and they are in step."""
+        """Reports the findings to all towers, after a backward, when they are in step."""
 
 
 class Cycle:
@@ -130,18 +132,18 @@ class Cycle:
           ▲                                                    │
           └────────────────────────────────────────────────────┘
             all buckets are reduced; towers were in the same backward
-            (between GPUs that may be read later, by ``check_paired``)
+            (between GPUs, ``check_paired`` may read that later)
 
-    An exception leaves the state as it is. The towers are out of step then, and :meth:`check_in_step` says so.
+    An exception leaves the state as it is. The towers are then out of step, and :meth:`check_in_step` raises an error.
 
     Args:
         channel: the towers'.
-        reduction: what becomes of packed buckets.
-        watch: inspects what this tower contributes.
+        reduction: reduces packed buckets.
+        watch: inspects this tower's contributions.
 
     Attributes:
         state: changes in :meth:`_enter` only.
-        number: counts averages: a cycle when it opens, and what was averaged by other means (``note_averaged``).
+        number: the number of averages: opened cycles, and averages by other means (``note_averaged``).
     """
 
     def __init__(self, channel: Communicator, reduction: Reduction, watch: Watch | None) -> None:
@@ -152,20 +154,20 @@ class Cycle:
         self._watch = watch
         self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
         self._backward = BackwardCounter(channel.health)
-        self._counts: list[Counts] = []  # they hold what may not have been awaited
-        self._unread: Counts | None = None  # of the last backward's last bucket, where reading them waits
+        self._counts: list[Counts] = []  # they hold tensors of collectives that may not have been awaited
+        self._unread: Counts | None = None  # of the last backward's last bucket, if reading them would wait
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
-        self._task = -1  # of autograd, in which the cycle was opened
+        self._task = -1  # autograd's task in which the cycle was opened
         self._phase_outside = ""
 
     def lay_out(self, layout: BucketLayout) -> None:
-        """Let gradients travel in the buckets of ``layout`` from now on."""
+        """Sends gradients in the buckets of ``layout`` from now on."""
         self._layout = layout
         self._prediction = Prediction(layout.trainable())
 
     def check_in_step(self) -> None:
-        """See that no backward has ended in an exception.
+        """Checks that no backward has ended in an exception.
 
         Raises:
             TowersError: the last one has, so towers may be out of step.
@@ -177,11 +179,11 @@ class Cycle:
             )
 
     def check_paired(self) -> None:
-        """See that the last backward came to its end, and was the same one on all towers, unless that is known.
+        """Checks that the last backward has finished, and was the same one on all towers, unless that is known.
 
         Raises:
             TowersError: it ended in an exception.
-            DisagreementError: on all towers, when it was not the same one.
+            DisagreementError: on all towers, if it was not the same one.
         """
         self.check_in_step()
         unread, self._unread = self._unread, None
@@ -201,9 +203,9 @@ class Cycle:
     # -- one backward ------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin a cycle: a backward has its first gradient."""
-        self._channel.check_in_step()  # before anything is written where others may read it
-        if compiled_autograd_runs():  # it calls hooks, but not what is queued for the end of a backward
+        """Starts a cycle: a backward has its first gradient."""
+        self._channel.check_in_step()  # before any write to memory that others may read
+        if compiled_autograd_runs():  # it calls hooks, but not the callbacks for the end of a backward
             raise TowersError(
                 f"compiled autograd runs this backward() on tower {self._channel.index}, and does not report its "
                 f"end, so gradients cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) "
@@ -218,14 +220,14 @@ class Cycle:
         self._expected = self._prediction.next()
         for index in self._expected[:-1]:
             self._layout.buckets[index].count_missing()
-        self._next = 0  # index in what is expected
+        self._next = 0  # index in the expected buckets
         self._started: list[Bucket] = []
 
     def arrive(self, slot: Slot, parameter: Tensor, gradient: Tensor | None, is_last: bool) -> bool:
-        """Autograd has finished a gradient; returns whether it is a parameter's first dense one in this backward.
+        """Handles a finished gradient, and returns whether it is a parameter's first dense one in this backward.
 
         Args:
-            is_last: whether no hook of the script's may still change it.
+            is_last: whether no hook of the script may still change it.
 
         Raises:
             TowersError: it cannot be averaged any more.
@@ -256,7 +258,7 @@ class Cycle:
         if slot.arrived:
             return False
         slot.arrived = True
-        if is_last:  # else its bucket is packed when all is done
+        if is_last:  # otherwise, its bucket is packed at the end
             bucket.missing -= 1
             if bucket.missing == 0 and self._starts_early:
                 self._start_full()
@@ -268,7 +270,7 @@ class Cycle:
 
     @handles_gradients
     def _start_full(self) -> None:
-        """Start all buckets that are full and whose turn it is, but the last one."""
+        """Starts, in order, all full buckets except the last one."""
         while self._next < len(self._expected) - 1:
             bucket = self._layout.buckets[self._expected[self._next]]
             if bucket.missing:
@@ -288,10 +290,10 @@ class Cycle:
 
     @handles_gradients
     def finish(self, reduction: Reduction | None = None) -> None:
-        """Start what is left when autograd is done, and await all results.
+        """Starts the remaining buckets when autograd is done, and awaits all results.
 
         Args:
-            reduction: another one than usual, when no gradient has arrived by autograd.
+            reduction: another one than usual, if no gradient has arrived from autograd.
 
         Raises:
             DisagreementError, MirrorError, TowersError: the gradients cannot be averaged.
@@ -304,7 +306,7 @@ class Cycle:
         self._enter(State.IDLE)
 
     def _reduce(self, reduction: Reduction) -> list[bool]:
-        """Reduce all that any tower has touched; returns for each unit whether one has."""
+        """Reduces all units that any tower has touched, and returns for each unit whether a tower has."""
         layout, buckets = self._layout, self._layout.buckets
         for bucket in self._started:
             bucket.check_untouched(self._channel.index)
@@ -316,7 +318,7 @@ class Cycle:
         counts = self._await(reduction)
         if self._flags_in_tails or not all(touched):
             touched = self._read(counts)
-        else:  # nobody can have touched more than this tower
+        else:  # no tower can have touched more than this one
             self._unread = counts
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
@@ -332,7 +334,7 @@ class Cycle:
         return touched
 
     def _await(self, reduction: Reduction) -> Counts:
-        """Finish what was started; returns the counts of the flags of the last bucket."""
+        """Finishes the started buckets, and returns the counts of the flags of the last one."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
             reads: list[Read] = []
@@ -346,13 +348,13 @@ class Cycle:
         return self._counts[-1]
 
     def _read(self, counts: Counts) -> list[bool]:
-        """Read which units any tower has touched, and see that all towers were in the same backward.
+        """Returns which units any tower has touched, and checks that all towers were in the same backward.
 
         Args:
             counts: the backward's last bucket's.
 
         Raises:
-            DisagreementError: on all towers, when they were not.
+            DisagreementError: on all towers, if they were not.
         """
         touched, backward = counts.summary()
         if not pairing.same_backward(backward):

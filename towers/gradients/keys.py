@@ -1,8 +1,8 @@
 """Keys of a communicator's memory (:meth:`Communicator.allocate`).
 
 [Note: keys are used again, one layout later] Shared memory has places for 4,096 keys, and a script that mirrors a copy
-of its model in every step would use them up. Buckets are laid out anew after a collective only, so a tower that makes
-the next layout knows that all towers have let go of what the last one released.
+of its model in every step would use them up. Buckets are only laid out again after a collective. So when a tower makes
+the next layout, all towers have released the keys that the previous layout released.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from towers.collectives.communicator import Communicator
 
 
 class Keys:
-    """Gives out keys; towers that ask for keys in the same order get the same.
+    """Assigns keys. Towers that request keys in the same order get the same keys.
 
     Args:
-        channel: whose memory they are of. Nothing else allocates there.
+        channel: the owner of the memory. No other code allocates there.
     """
 
     def __init__(self, channel: Communicator) -> None:
@@ -24,19 +24,19 @@ class Keys:
         self._released: list[int] = []
 
     def new(self) -> int:
-        """Give out a key that nothing else has."""
+        """Returns an unused key."""
         if self._free:
             return self._free.pop()
         self._next += 1
         return self._next - 1
 
     def release(self, key: int) -> None:
-        """Take back a key under which nothing is reduced any more."""
+        """Takes back a key under which no memory is reduced any more."""
         self._channel.release(key)
         self._released.append(key)
 
     def recycle(self) -> None:
-        """Let released keys be given out again: all towers have made a collective since.
+        """Makes released keys available again. All towers have run a collective since their release.
 
         See [Note: keys are used again, one layout later].
         """

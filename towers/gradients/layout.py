@@ -1,4 +1,4 @@
-"""Which parameters' gradients are averaged, and in which bucket each of them travels."""
+"""The parameters whose gradients are averaged, and the bucket of each gradient."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from towers.system.named import Named
 
 
 class BucketLayout:
-    """Slots for the gradients of some parameters: dense ones in buckets, sparse ones by themselves.
+    """Slots for the gradients of some parameters. Dense gradients are in buckets, sparse ones are separate.
 
     Args:
         bucket_bytes: size of a bucket.
 
     Attributes:
-        buckets: the dense gradients'.
-        dense, sparse, slots: the slots of either kind, and all.
-        units: how many buckets and sparse gradients there are.
+        buckets: the buckets of the dense gradients.
+        dense, sparse, slots: the slots of either kind, and all slots.
+        units: the number of buckets and sparse gradients.
     """
 
     def __init__(self, parameters: Sequence[Named], bucket_bytes: int) -> None:
@@ -39,25 +39,25 @@ class BucketLayout:
         self._by_id = {id(slot.parameter()): slot for slot in self.slots}
 
     def trainable(self) -> tuple[int, ...]:
-        """Indices of the buckets that a first backward may have gradients for."""
+        """Returns the indices of the buckets that a first backward may have gradients for."""
         return tuple(bucket.index for bucket in self.buckets if any(slot.trainable for slot in bucket.slots)) or (0,)
 
     def touched(self) -> list[bool]:
-        """For each unit, whether this tower has something of its own to contribute."""
+        """Returns for each unit whether this tower has its own contribution."""
         dense = [any(slot.fresh for slot in bucket.slots) for bucket in self.buckets]
         return dense + [slot.fresh for slot in self.sparse]
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
-        """A parameter's slot, if it has one."""
+        """Returns a parameter's slot, or None."""
         slot = self._by_id.get(id(parameter))
         return slot if slot is not None and slot.parameter() is parameter else None
 
     def slots_of(self, parameters: Iterable[Tensor]) -> Iterator[Slot]:
-        """The slots of those of some parameters that have one."""
+        """Returns the slots of those parameters that have one."""
         return (slot for parameter in parameters if (slot := self.slot_of(parameter)) is not None)
 
     def converted(self) -> str | None:
-        """A parameter that was converted or moved since, and what it is now; None where none was."""
+        """Returns a parameter that was converted or moved since, with its present dtype and device; or None."""
         for slot in self.slots:
             now = slot.parameter()
             if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):
@@ -65,9 +65,9 @@ class BucketLayout:
         return None
 
     def kept(self, channel: Communicator) -> list[Named]:
-        """The parameters that still live on any tower, in the order they were added; all towers call it.
+        """Returns the parameters that still exist on any tower, in the order of their addition. All towers call it.
 
-        One that lives on others only (they keep a model that this tower has dropped) keeps its place here.
+        A parameter that exists only on others (they keep a model that this tower has dropped) keeps its place here.
         """
         slots = {slot.name: slot for slot in self.slots}
         local = bytes(slots[name].parameter() is not None for name in self._names)
@@ -83,13 +83,16 @@ class BucketLayout:
         return kept
 
     def in_order_of(self, arrivals: Sequence[str], channel: Communicator) -> list[Named] | None:
-        """The layout of :meth:`kept`, ordered so that buckets fill as ``arrivals`` came; None where it has that order.
+        """Returns the parameters of :meth:`kept`, ordered so that buckets fill in the order of ``arrivals``.
+
+        Returns None if they already have that order.
 
         Args:
-            arrivals: names as gradients came, the same on all towers; what has not come follows.
+            arrivals: names in the order in which gradients arrived, the same on all towers. Other parameters follow
+                them.
         """
         places = {name: place for place, name in enumerate(arrivals)}
-        names = sorted(self._names, key=lambda name: -places.get(name, len(places)))  # the last come first in a layout
+        names = sorted(self._names, key=lambda name: -places.get(name, len(places)))  # a layout starts with the last
         if names == self._names:
             return None
         kept = {named.name: named for named in self.kept(channel)}

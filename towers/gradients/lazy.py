@@ -1,4 +1,4 @@
-"""Lazily gathered gradients: their average is completed when somebody uses them."""
+"""Lazily gathered gradients: their average is completed when they are first used."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from towers.system.torch_private import DisableTorchFunctionSubclass
 _DESCRIBING = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "grad_fn", "is_leaf", "is_sparse", "layout", "requires_grad")
 )
-"""What can be asked of a gradient without gathering it. Not its shape: code that asks for that is about to read the
-memory without asking us."""
+"""Attributes of a gradient that can be read without gathering it.
+
+The shape is not among them: code that reads it is about to read the memory without a call that could be intercepted.
+"""
 
 
 class LazyGradient(Tensor):
-    """A gradient of which this tower holds the average of its own chunk only.
+    """A gradient of which this tower holds only the average of this tower's chunk.
 
-    It is an ordinary tensor in all else; whatever is done with it gathers the rest first, by a collective. Then it
-    becomes an ordinary tensor itself, wherever it is held. Only what does not ask Python cannot be noticed:
+    It is otherwise an ordinary tensor. Any operation on it first gathers the rest, with a collective. Then it becomes
+    an ordinary tensor itself, for all holders. Only code that does not call Python's overrides cannot be detected:
     constructors (``torch.tensor``, ``torch.Tensor``, ``new_tensor``, ``torch.autograd.Variable``,
     ``torch.sparse_coo_tensor``, ``torch.nested.nested_tensor``), ``set_``, ``torch.utils.swap_tensors``,
-    ``torch.utils.dlpack.to_dlpack``, transforms of ``torch.func``, scripted functions, one's own C++.
+    ``torch.utils.dlpack.to_dlpack``, transforms of ``torch.func``, scripted functions, and custom C++.
     """
 
     _gather: Callable[[], None]
 
     def as_subclass(self, cls: Any) -> Any:
-        self._gather()  # torch does not ask here
+        self._gather()  # torch does not call __torch_function__ here
         return Tensor.as_subclass(self, cls)
 
     @classmethod
@@ -44,13 +46,13 @@ class LazyGradient(Tensor):
 
 
 def make_lazy(gradient: Tensor, gather: Callable[[], None]) -> None:
-    """Make a gradient, in place, one that calls ``gather`` before its values are used."""
+    """Makes a gradient, in place, one that calls ``gather`` before its values are used."""
     gradient.__class__ = LazyGradient
     gradient._gather = gather  # type: ignore[attr-defined]
 
 
 def make_ordinary(gradient: Tensor) -> None:
-    """Make a lazily gathered gradient, in place, the ordinary tensor that it is from now on."""
+    """Makes a lazily gathered gradient, in place, an ordinary tensor from now on."""
     if isinstance(gradient, LazyGradient):
         del gradient._gather
         gradient.__class__ = Tensor  # type: ignore[assignment]

@@ -1,13 +1,13 @@
-"""Gradients that are NaN or infinite: which, and of which tower.
+"""Detects gradients that are NaN or infinite: which gradients, and on which tower.
 
-Averaging spreads them to all towers, so afterwards nobody can tell where they came from. Each tower therefore inspects
-what it contributes before that is averaged, and at the end of each backward the towers tell each other what they found.
-(Finite contributions whose sum overflows are not seen.)
+Averaging spreads them to all towers, so their source cannot be found afterwards. Each tower therefore inspects its
+contribution before the average, and at the end of each backward the towers exchange their findings. (Finite
+contributions whose sum overflows are not detected.)
 
-[Note: gradients that are not finite pass] They are averaged like others, and are on all towers afterwards, so a
-``GradScaler``, which makes infinities on purpose, decides alike everywhere. To name the tower takes one more pass over
-the gradients, one small collective a backward and, on GPUs, a wait, so it is an option. That collective comes when all
-else of a backward is done, so that the towers are in step when it raises.
+[Note: gradients that are not finite pass] They are averaged like others, and are on all towers afterwards. So a
+``GradScaler``, which causes infinities on purpose, decides identically on all towers. Naming the tower takes one more
+pass over the gradients, one small collective per backward and, on GPUs, a wait, so it is an option. That collective
+runs after all other work of a backward, so that the towers are in step when it raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class GradientWatch:
 
     Args:
         comm: the towers.
-        raises: whether a gradient that is not finite is an error, or a warning (the first, the tenth, … time).
+        raises: whether a gradient that is not finite is an error. Otherwise, it is a warning (the first, the tenth, …
+            time).
     """
 
     def __init__(self, comm: Communicator, *, raises: bool) -> None:
@@ -45,17 +46,17 @@ class GradientWatch:
         self._warnings = 0
 
     def inspect(self, slots: Iterable[Slot]) -> None:
-        """Inspect gradients that hold something of this tower's own, before they are averaged."""
+        """Inspects gradients that contain this tower's own contribution, before they are averaged."""
         gradients = [(slot.name, g) for slot in slots if slot.fresh and (g := slot.gradient) is not None]
         if gradients:
             self._names += [name for name, _ in gradients]
             self._highest.append(extremes([gradient for _, gradient in gradients]))
 
     def report(self) -> None:
-        """Tell all towers, at the end of a backward, what this one has seen; all of them call it.
+        """Reports this tower's findings to all towers at the end of a backward. All towers call it.
 
         Raises:
-            NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
+            NonFiniteGradientError: on all towers with one message. The towers are in step, and may continue.
         """
         self._backward += 1
         highest = concatenated(self._highest) if self._highest else torch.zeros(0, device="cpu")

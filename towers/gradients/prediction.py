@@ -1,4 +1,4 @@
-"""Predicting which buckets a backward touches: those of the last backward that followed one like its predecessor."""
+"""Predicts the buckets that a backward touches: those of the backward that last followed the same predecessor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Pattern = tuple[int, ...]
 
 
 class Prediction:
-    """Predicts which buckets backwards touch; equal on all towers, which have seen the same backwards.
+    """Predicts the buckets that backwards touch. It is equal on all towers, which have seen the same backwards.
 
     Args:
-        everything: what is expected of a backward that nothing is known of.
+        everything: the expected buckets of an unknown backward.
     """
 
     def __init__(self, everything: Pattern) -> None:
@@ -20,11 +20,11 @@ class Prediction:
         self._follows: dict[Pattern | None, Pattern] = {}
 
     def next(self) -> Pattern:
-        """The buckets that the next backward will touch."""
+        """Returns the buckets that the next backward will touch."""
         return self._follows.get(self._last, self._everything)
 
     def learn(self, pattern: Pattern) -> None:
-        """Learn which buckets that backward has touched."""
+        """Records the buckets that the backward has touched."""
         if len(self._follows) >= _MAX_PATTERNS:
             self._follows.clear()
         self._follows[self._last] = pattern

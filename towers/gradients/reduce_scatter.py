@@ -1,13 +1,13 @@
-"""Averaging of which every tower keeps its chunk: half of an all-reduce, the other half when it is asked for.
+"""An average of which every tower keeps its chunk: half of an all-reduce, and the other half on demand.
 
-With the optimizer's step sharded, a tower needs the average of its own chunk of each bucket only. So the all-reduce
-stops half-way (a reduce-scatter): tower i averages the i-th chunk of every bucket into its own memory. The rest of a
-gradient is gathered when somebody uses it (:mod:`towers.gradients.lazy`): to clip, to log, to step an optimizer of
-another kind. A script that does so pays what the unsharded step costs; one that does not, half of it.
+With a sharded optimizer step, a tower needs the average of only its own chunk of each bucket. So the all-reduce stops
+half-way (a reduce-scatter): tower i averages the i-th chunk of every bucket into its own memory. The rest of a gradient
+is gathered when it is used (:mod:`towers.gradients.lazy`): to clip, to log, or to step an optimizer of another kind. A
+script that does so pays the costs of the unsharded step; any other script pays half of them.
 
-[Note: deferred barrier] The owner of a bucket may write to it again only when the towers that have reduced from it have
-come to the next barrier. That one is not made here but left to whatever comes next, which most often is the barrier of
-the optimizer's step; where it is something else, :meth:`ReduceScatter.complete` makes it.
+[Note: deferred barrier] The owner of a bucket may write to it again only after the towers that have reduced from it
+have reached the next barrier. That barrier is not called here but left to the next operation, which mostly is the
+barrier of the optimizer's step. If it is another operation, :meth:`ReduceScatter.complete` calls the barrier.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from towers.system.torch_private import disable_dynamo
 
 
 class ReduceScatter(AllReduce):
-    """Averages this tower's chunks of buckets that lie in shared regions, and completes their gradients when asked."""
+    """Averages this tower's chunks of buckets in shared regions, and completes their gradients on demand."""
 
     def __init__(self, channel: Communicator, regions: Regions) -> None:
         super().__init__(channel)
         self._regions = regions
         self._lazy: dict[Slot, TensorWeakRef] = {}  # the gradients that were averaged last
-        self._reduced: list[tuple[Bucket, list[Tensor]]] = []  # with every tower's memory, until gathered or dropped
+        self._reduced: list[tuple[Bucket, list[Tensor]]] = []  # and every tower's memory, until gathered or dropped
         self._owes_barrier = False
 
     def start(self, bucket: Bucket) -> None:
-        """Do nothing: all buckets are reduced together, in :meth:`finish`."""
+        """Does nothing, because all buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         tails = []
@@ -48,7 +48,7 @@ class ReduceScatter(AllReduce):
             self._owes_barrier = True
             for bucket in buckets:
                 tensors = self._regions.map_peers(bucket.key)
-                if tensors is None:  # some tower had no room for a region: all of the bucket, another way
+                if tensors is None:  # some tower had no memory for a region: another way, for the whole bucket
                     self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
                     tails.append(bucket.tail)
                     continue
@@ -82,10 +82,10 @@ class ReduceScatter(AllReduce):
     @disable_dynamo
     @handles_gradients
     def gather(self) -> None:
-        """Get the others' chunks of what was reduced; all towers call it, or none.
+        """Fetches the other towers' chunks of the reduced buckets. All towers call it, or none.
 
         Raises:
-            DisagreementError: on all towers, when only some use a gradient.
+            DisagreementError: on all towers, if only some use a gradient.
         """
         if not self._reduced:
             return
@@ -107,23 +107,23 @@ class ReduceScatter(AllReduce):
         self._lazy = {}
 
     def holds_moved_gradient(self, slots: Iterable[Slot]) -> bool:
-        """Whether a lazily gathered gradient has been given to another parameter, one of these."""
+        """Returns whether a lazily gathered gradient has been given to another parameter, among those of ``slots``."""
         living = self._living()
         return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not living.get(slot) for slot in slots)
 
     def _living(self) -> dict[Slot, Tensor]:
-        """The lazily gathered gradients that somebody still holds."""
+        """Returns the lazily gathered gradients that still exist."""
         return {slot: gradient for slot, ref in self._lazy.items() if (gradient := ref()) is not None}
 
     # -- barriers ----------------------------------------------------------------------------------------
 
     def barrier(self, purpose: str) -> None:
-        """Meet the others after this tower's chunks were averaged (:meth:`Barrier.wait_tagged`)."""
+        """Meets the others after this tower's chunks were averaged (:meth:`Barrier.wait_tagged`)."""
         self._regions.barrier.wait_tagged(purpose)
         self._note_barrier()
 
     def make_deferred_barrier(self) -> None:
-        """See that no tower still reads this one's buckets (see [Note: deferred barrier])."""
+        """Ensures that no tower still reads this one's buckets (see [Note: deferred barrier])."""
         if self._owes_barrier:
             self._regions.barrier.wait()
             self._note_barrier()

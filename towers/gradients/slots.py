@@ -1,4 +1,4 @@
-"""What is known of one parameter's gradient between two steps."""
+"""The known state of one parameter's gradient between two steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _R = TypeVar("_R")
 
 
 def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorates what works on gradients itself: autograd records nothing, and a lazily gathered gradient is memory."""
+    """Decorates methods that process gradients.
+
+    Inside, autograd records nothing, and a lazily gathered gradient is plain memory.
+    """
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -34,12 +37,12 @@ class Slot:
 
     Attributes:
         name, trainable: the parameter's (:class:`towers.system.named.Named`).
-        parameter: gives the parameter when it is called; None when its model is gone.
+        parameter: returns the parameter when it is called, or None if its model is gone.
         shape, device: the parameter's when the slot was made.
         dtype: its gradient's.
-        arrived: autograd has finished its gradient of this backward.
-        unsynced: gradients of this tower alone were accumulated in it (``no_sync``).
-        averaged: the number of the last average that any tower had a gradient for it in.
+        arrived: whether autograd has finished its gradient of this backward.
+        unsynced: whether gradients of this tower alone were accumulated in it (``no_sync``).
+        averaged: the number of the last average for which any tower had a gradient of it.
     """
 
     __slots__ = ("arrived", "averaged", "device", "dtype", "name", "parameter", "shape", "trainable", "unsynced")
@@ -56,15 +59,15 @@ class Slot:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The parameter's gradient, if there is one."""
+        """The parameter's gradient, or None."""
         return None if (parameter := self.parameter()) is None else parameter.grad
 
     @property
     def holds_unsynced(self) -> bool:
-        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have thrown it away."""
+        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have dropped it."""
         return self.unsynced and self.gradient is not None
 
     @property
     def fresh(self) -> bool:
-        """Whether this tower has something of its own to contribute."""
+        """Whether this tower has its own contribution."""
         return self.arrived or self.holds_unsynced

@@ -1,4 +1,4 @@
-"""Averaging gradients that come as sparse tensors (``nn.Embedding(sparse=True)``)."""
+"""Averages sparse gradients (``nn.Embedding(sparse=True)``)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from towers.gradients.slots import Slot
 
 
 class SparseSlot(Slot):
-    """A parameter with sparse gradients. Its rows are gathered, not reduced: only those that exist travel."""
+    """A parameter with sparse gradients. Its rows are gathered, not reduced: only existing rows are sent."""
 
     __slots__ = ()
 
     def contribution(self, channel: Communicator) -> Tensor:
-        """What this tower contributes, zero where it has no gradient.
+        """Returns this tower's contribution, which is zero if it has no gradient.
 
-        It is sparse on all towers, to be reduced row by row, unless some tower's gradient is dense, since the embedding
-        is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
+        It is sparse on all towers, for a reduction row by row, unless some tower's gradient is dense because the
+        embedding is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
         """
         gradient = self.gradient
         if gradient is None:
@@ -30,37 +30,37 @@ class SparseSlot(Slot):
         return to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
 
     def replace(self, gradient: Tensor) -> None:
-        """Give the parameter the reduced gradient."""
+        """Gives the parameter the reduced gradient."""
         if (parameter := self.parameter()) is not None:
             parameter.grad = gradient
         self.arrived = self.unsynced = False
 
 
 def has_rows(gradient: Tensor) -> bool:
-    """Whether a gradient can be reduced row by row: it is sparse, in its first dimension alone."""
+    """Returns whether a gradient can be reduced row by row: it is sparse in its first dimension only."""
     return gradient.is_sparse and gradient.sparse_dim() == 1
 
 
 def without_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A sparse gradient of a tower that has used no row."""
+    """Returns the sparse gradient of a tower that has used no row."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=device)
     rows = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
     return torch.sparse_coo_tensor(indices, rows, shape, device=device, check_invariants=False)
 
 
 def sum_rows(comm: Communicator, tensor: Tensor) -> Tensor:
-    """The sum over towers of tensors that are sparse (COO, of any sparse dimensions) on all of them; coalesced."""
+    """Returns the sum over towers of tensors that are sparse (COO, any sparse dimensions) on all of them, coalesced."""
     indices, rows, _ = _gather_rows(comm, tensor.coalesce())
     return _from_rows(indices, rows, tensor.shape).coalesce()
 
 
 def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
-    """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
+    """Returns the mean over towers of a tensor that is sparse in its first dimension on all of them, coalesced."""
     return sum_rows(channel, gradient.coalesce() / channel.size)
 
 
 def rows_of_towers(channel: Communicator, gradient: Tensor) -> list[Tensor]:
-    """Every tower's tensor that is sparse in its first dimension on all of them; coalesced."""
+    """Returns every tower's tensor, coalesced. The tensors must be sparse in their first dimension on all towers."""
     indices, rows, counts = _gather_rows(channel, gradient.coalesce())
     return [
         _from_rows(i, r, gradient.shape, is_coalesced=True)
@@ -75,7 +75,7 @@ def _from_rows(indices: Tensor, rows: Tensor, shape: torch.Size, is_coalesced: b
 
 
 def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-    """The indices and rows of all towers, and how many each has."""
+    """Returns the indices and rows of all towers, and each tower's number of rows."""
     indices, rows = gradient.indices().T.contiguous(), gradient.values()
     counts = channel.all_gather(torch.tensor([indices.shape[0]], device="cpu")).flatten().tolist()
     all_indices = values.concatenate(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
@@ -83,17 +83,17 @@ def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tenso
 
 
 def add_sparse(left: Tensor, right: Tensor) -> Tensor:
-    """The sum of two tensors of which one at least is sparse: coalesced, unless the other is dense."""
+    """Returns the sum of two tensors, at least one of them sparse. It is coalesced, unless the other one is dense."""
     if left.is_sparse and right.is_sparse:
         return (left.coalesce() + right.coalesce()).coalesce()
     return (to_dense(left) if left.is_sparse else left) + (to_dense(right) if right.is_sparse else right)
 
 
 def to_dense(gradient: Tensor) -> Tensor:
-    """A sparse tensor as a dense one.
+    """Returns a sparse tensor as a dense one.
 
-    ``Tensor.to_dense`` loses values that are an expanded scalar (seen with torch 2.13, the gradient of
-    ``Embedding(4, 1, sparse=True)(x).sum()``).
+    ``Tensor.to_dense`` loses values that are an expanded scalar (seen with torch 2.13, the gradient of ``Embedding(4,
+    1, sparse=True)(x).sum()``).
     """
     gradient = gradient.coalesce()
     dense = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)

@@ -1,8 +1,8 @@
 """Sums in the order of a balanced binary tree: within a tower, and over the towers.
 
-[Note: trees need whole leaves] Virtual towers' gradients are added up when all of them are computed, not while the last
-one's backward runs: a tree needs its leaves whole. On CPUs nothing is lost by that; on GPUs communication is not hidden
-behind the last backward. The buckets, the usage flags and the shared memory are those of averaging.
+[Note: trees need whole leaves] Virtual towers' gradients are summed when all of them are computed, not while the last
+one's backward runs, because a tree needs complete leaves. On CPUs, this loses no time. On GPUs, communication is not
+hidden behind the last backward. The buckets, the usage flags and the shared memory are those of averaging.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TreeSum(Reduction):
         self._channel = channel
 
     def start(self, bucket: Bucket) -> None:
-        """Do nothing: all buckets are summed together, in :meth:`finish`."""
+        """Does nothing, because all buckets are summed together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         self._channel.sum_by_tree([bucket.buffer for bucket in buckets])
@@ -48,7 +48,7 @@ class TreeSum(Reduction):
 class Subtree:
     """The sum of 2^k leaves, in the memory of k + 1 of them: ``((0 + 1) + (2 + 3)) + …``.
 
-    With the sums of several such subtrees added up in the same way (:class:`TreeSum`) the bits of the whole do not
+    If the sums of several such subtrees are added in the same way (:class:`TreeSum`), the bits of the total do not
     depend on how the leaves were distributed. Every sum is rounded to the tensors' dtype.
     """
 
@@ -56,9 +56,9 @@ class Subtree:
         self._nodes: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self, leaf: Leaf) -> None:
-        """Add a leaf: as many tensors as the others, of their shapes and dtypes. It is kept, and written to.
+        """Adds a leaf: as many tensors as in the other leaves, of their shapes and dtypes. It is kept, and written to.
 
-        None stands for zeros; where all leaves have it, the sum is None too.
+        None represents zeros. If a tensor is None in all leaves, its sum is None, too.
         """
         height, node = 0, list(leaf)
         while self._nodes and self._nodes[-1][0] == height:
@@ -68,10 +68,10 @@ class Subtree:
         self._nodes.append((height, node))
 
     def total(self) -> list[Tensor | None]:
-        """The sum of all leaves.
+        """Returns the sum of all leaves.
 
         Raises:
-            ValueError: their number is no power of two.
+            ValueError: their number is not a power of two.
         """
         if len(self._nodes) != 1:
             raise ValueError("the number of leaves of a subtree must be a power of two")
@@ -85,7 +85,7 @@ def _sum(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor |
         if a is None or b is None:
             total = b if a is None else a
             if total is not None and not total.is_sparse:
-                total.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
+                total.add_(0.0)  # -0 + 0 is 0, the same as with real zeros
         elif a.is_sparse or b.is_sparse:
             total = add_sparse(a, b)
         else:

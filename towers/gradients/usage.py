@@ -1,11 +1,11 @@
-"""Usage flags: which parameters and which units (buckets, sparse gradients) towers had gradients for in a backward.
+"""Usage flags: the parameters and units (buckets, sparse gradients) for which towers had gradients in a backward.
 
-[Note: usage flags between GPUs] On CPUs the flags ride in the buckets' tails, and are there when the buckets are
-reduced. Reading a tail from a GPU would make the host wait for all of the backward, in every step with a frozen or
-unused parameter. So between GPUs nobody synchronises with the device: hosts gather the flags over Gloo, beside all
-else. Only a tower that has not used every parameter waits for them, for the other hosts and not for a GPU; a tower that
-has used all reads them when the next backward begins, to see that towers were in the same one. (Tested over Gloo; the
-tests for GPUs are written, and have had no GPU.)
+[Note: usage flags between GPUs] On CPUs, the flags are part of the buckets' tails, and are available when the buckets
+are reduced. Reading a tail from a GPU would make the host wait for the whole backward, in every step with a frozen or
+unused parameter. So between GPUs no tower synchronises with the device: hosts gather the flags over Gloo, in parallel
+with all other work. Only a tower that has not used every parameter waits for them: for the other hosts, not for a GPU.
+A tower that has used all parameters reads them when the next backward starts, to check that towers were in the same
+one. (Tested over Gloo. The tests for GPUs are written, but have not run on a GPU.)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from towers.collectives.communicator import Communicator
 
 Read = Callable[[], Sequence[float]]
-"""Returns for each flag how many towers have set it (or a multiple of that); it may make the host wait."""
+"""Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""
 
 
 class Summary(NamedTuple):
-    """The message of the last bucket of a backward, beside its own flags.
+    """The message in a backward's last bucket, in addition to the bucket's own flags.
 
     Attributes:
         touched: the units that this tower has gradients for.
-        backward: which backward it is (:mod:`towers.gradients.pairing`).
+        backward: the backward's identification (:mod:`towers.gradients.pairing`).
     """
 
     touched: list[bool]
@@ -35,12 +35,14 @@ class Summary(NamedTuple):
 
 
 class Counts:
-    """For each flag of one bucket how many towers have set it, or the mean (that number over N); asking may wait.
+    """For each flag of one bucket, the number of towers that have set it, or the mean (that number over N).
+
+    Reading them may wait.
 
     Args:
-        read: gives the numbers in the order of the bucket's tail.
-        slots: how many slots the bucket has.
-        units: how many units the layout has.
+        read: returns the numbers in the order of the bucket's tail.
+        slots: the number of the bucket's slots.
+        units: the number of the layout's units.
     """
 
     def __init__(self, read: Read, slots: int, units: int) -> None:
@@ -49,24 +51,24 @@ class Counts:
         self._backward_at = slots + units
 
     def used(self) -> Sequence[float]:
-        """For each slot of the bucket a number that is zero where no tower has used it (see the class)."""
+        """Returns for each slot of the bucket a number that is zero if no tower has used it (see the class)."""
         return self._read()[: self._touched_at]
 
     def summary(self) -> tuple[list[bool], Sequence[float]]:
-        """From a backward's last bucket: which units any tower has touched, and the numbers of the backward."""
+        """Returns the units that any tower has touched, and the numbers of the backward, from its last bucket."""
         counts = self._read()
         return [n > 0 for n in counts[self._touched_at : self._backward_at]], counts[self._backward_at :]
 
 
 def start_gather(channel: Communicator, flags: Sequence[Sequence[bool]]) -> list[Read]:
-    """Start to gather the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
+    """Starts gathering the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
 
     Args:
         flags: each bucket's, of one length on all towers.
 
     Returns:
-        For each bucket a function that waits for the hosts and gives the counts of its flags. To be kept until one of
-        them was called: they hold the tensors of the collective.
+        For each bucket, a function that waits for the hosts and returns the counts of its flags. The functions must be
+        kept until one of them was called, because they hold the tensors of the collective.
     """
     rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
     pending, gathered = channel.start_all_gather(torch.cat(rows))

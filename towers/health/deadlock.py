@@ -1,12 +1,12 @@
-"""Deadlocks: towers that wait for each other in different collectives, of which none can go on.
+"""Deadlocks: towers that wait for each other in different collectives, so that none can continue.
 
-[Note: deadlocks] Each communicator counts the collectives that its tower has begun, and a tower's heartbeats say in
-which collective it waits. It waits for those towers of that collective that have not begun it. Where such waits form a
-cycle, no tower in it can go on. While some tower keeps waiting, the chief's heartbeat thread reads everybody's
-heartbeats and looks for a cycle. It counts when it was there at two heartbeats of all its towers, between which each
-has been in the same wait. Then all towers raise the same ``DeadlockError``. A slow tower does not wait, so it is never
-part of a cycle. Gloo is waited for in slices of half a second, between which a tower looks whether a deadlock has been
-published.
+[Note: deadlocks] Each communicator counts the collectives that its tower has started, and a tower's heartbeats contain
+the collective in which it waits. The tower waits for those towers of that collective that have not started it. If such
+waits form a cycle, no tower in it can continue. While some tower keeps waiting, the chief's heartbeat thread reads all
+towers' heartbeats and looks for a cycle. A cycle counts if it exists at two heartbeats of all its towers, between which
+each tower has been in the same wait. Then all towers raise the same ``DeadlockError``. A slow tower does not wait, so
+it is never part of a cycle. A tower waits for Gloo in slices of half a second, and checks between them whether a
+deadlock has been published.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from towers.health.peers import Status, Wait
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a heartbeat of a tower says.
+    """The content of a tower's heartbeat.
 
     Attributes:
-        number: which of the tower's heartbeats it is.
+        number: the index of this heartbeat among the tower's.
         status: run, step, phase and collective.
-        begun: by name of the communicator, how many collectives the tower has begun.
-        wait: what it waits in; None where it does not wait.
+        begun: the number of collectives that the tower has started, by name of the communicator.
+        wait: the collective that it waits in. None: it does not wait.
     """
 
     number: int
@@ -37,23 +37,23 @@ class Beat:
     wait: Wait | None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values that :meth:`from_json` reads."""
+        """Returns JSON values that :meth:`from_json` reads."""
         wait = self.wait and {**dataclasses.asdict(self.wait), "towers": list(self.wait.towers)}
         return {**dataclasses.asdict(self), "begun": dict(self.begun), "wait": wait}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Beat:
-        """The inverse of :meth:`as_json`.
+        """Returns the heartbeat from the result of :meth:`as_json`.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            KeyError, TypeError: ``values`` is something else.
         """
         wait = Wait(**values["wait"]) if values["wait"] is not None else None
         return Beat(values["number"], Status(**values["status"]), values["begun"], wait)
 
 
 def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int] | None:
-    """Towers of which each waits for the next one, and the last for the first; None where there are none.
+    """Returns towers that each wait for the next one, and the last for the first; or None if there are none.
 
     Args:
         before, now: the towers' newest heartbeats at two times, the earlier one first.
@@ -67,20 +67,20 @@ def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int]
     try:
         waits.prepare()
     except graphlib.CycleError as error:
-        cycle: list[int] = error.args[1]  # the first tower comes last again
+        cycle: list[int] = error.args[1]  # the first tower is repeated at the end
         return cycle[:-1]
     return None
 
 
 def _kept_waiting(before: Beat | None, now: Beat) -> Wait | None:
-    """The wait that a tower was in during all of the time between two heartbeats."""
+    """Returns the wait in which a tower was during all of the time between two heartbeats, or None."""
     if before is None or before.number == now.number or before.wait != now.wait:
         return None
     return now.wait
 
 
 def describe(cycle: Sequence[int], towers: Mapping[int, Beat]) -> str:
-    """Which tower waits where, and for which one, and the call that was left out."""
+    """Returns a message on where each tower waits and for which one, and the call that was left out."""
     pairs = list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
     waits = "; ".join(f"tower {a} is {towers[a].status}, and waits for tower {b}" for a, b in pairs)
     left_out = [

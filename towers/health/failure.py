@@ -1,25 +1,25 @@
-"""How a tower that fails ends: its report, which is the last thing that a person reads, and the end of its process.
+"""How a tower that fails ends: its report, which is the last message that the user reads, and the end of its process.
 
 A tower that ends with an uncaught exception leaves a report in the file that its agent names
-(``TORCHELASTIC_ERROR_FILE``), in the form that torchrun reads. Our own agent prints the first of the reports; under the
-user's own torchrun the report gives torchrun's summary its traceback.
+(``TORCHELASTIC_ERROR_FILE``), in the form that torchrun reads. ``mirrored``'s own agent prints the first of the
+reports. Under the user's own torchrun, the report adds the traceback to torchrun's summary.
 
-[Note: a tower that has failed ends itself] Its interpreter may wait for a thread, a pool or an exit handler for ever,
-and torchrun looks at exit codes only. So faulthandler's watchdog, a thread that needs no interpreter, ends the process
+[Note: a tower that has failed ends itself] Its interpreter may wait forever for a thread, a pool or an exit handler,
+and torchrun only checks exit codes. So faulthandler's watchdog, a thread that needs no interpreter, ends the process
 with exit code 1:
 
-- From its report on (or its traceback, where the tower prints that itself), its threads have 1.5 s.
-- Once they have ended, exit handlers and the interpreter, whose end takes a second of a core with torch, have until
+- After its report (or its traceback, if the tower prints that itself), its threads have 1.5 s.
+- After they have ended, exit handlers and the interpreter, whose end takes a second of a core with torch, have until
   2.5 s.
-- While a checkpoint is written, its threads have 30 s more. A flag in the tower's status record says so to its agent.
+- While a checkpoint is written, its threads have 30 s more. A flag in the tower's status record informs its agent.
 
-A tower that was told to end and has saved does not wait for such threads for longer, either: the others and the
+A tower that has saved on request and is about to end does not wait longer for such threads, either: the others and the
 scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
-the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
-told it to end: then it has seen the cause. Errors of c10d and of its Gloo say that another tower is gone; the errors of
-a script's own connections, to a database or an object store, are causes.
+the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
+ended the tower, it has received the cause already, and the tower does not sleep. Errors of c10d and of its Gloo mean
+that another tower is gone. Errors of a script's own connections, to a database or an object store, are causes.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _SHORT = 200  # characters
 _PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
-_LAST_SECONDS = 1.5  # what threads of a process that has failed may take
-_EXIT_SECONDS = 2.5  # the same with exit handlers and the interpreter, whose end takes a second of a core with torch
-_SAVED_EXIT_SECONDS = 5.0  # what exit handlers and child processes may take where the tower has saved
+_LAST_SECONDS = 1.5  # time for threads of a process that has failed
+_EXIT_SECONDS = 2.5  # the same, with exit handlers and the interpreter's end (with torch, a second of a core)
+_SAVED_EXIT_SECONDS = 5.0  # time for exit handlers and child processes of a tower that has saved
 
 SAVING_SECONDS = 30.0
-"""How long a checkpoint that is being written may still take when the job has failed."""
+"""The time that a checkpoint which is being written may still take after the job has failed."""
 
 EXIT_PREEMPTED = 75
-"""Exit code of a tower that was told to end and has saved, so that it can be continued, and of a job of such towers.
+"""Exit code of a tower that has saved and ended on request and can be continued, and of a job of such towers.
 
 All towers end with it together. (``EX_TEMPFAIL`` of sysexits.h: try again later.)
 """
@@ -73,7 +73,7 @@ log = get_logger("towers")
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
+    """Returns whether ``error`` only reports that another tower is gone: a consequence, not a cause."""
     if isinstance(error, PeerLostError):
         return True
     text = _text_of(error).lower()
@@ -82,7 +82,7 @@ def is_peer_lost(error: BaseException) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """``"SIGKILL"`` for 9; a number for a signal without a name."""
+    """Returns ``"SIGKILL"`` for 9, and a number for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -94,12 +94,12 @@ def signal_name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FailureReport:
-    """Why a tower has failed. One that was read is foreign data: any process may have written its file.
+    """Why a tower has failed. A report that was read is untrusted: any process may have written its file.
 
     Attributes:
-        text: the exception's type and text.
+        text: the exception's type and message.
         trace: its traceback.
-        time: when it came, in seconds since 1970 by the tower's clock.
+        time: the time of the exception, in seconds since 1970 on the tower's clock.
         consequence: whether the tower failed only because another one was gone.
     """
 
@@ -110,21 +110,21 @@ class FailureReport:
 
     @classmethod
     def of(cls, error: BaseException, trace: str = "") -> FailureReport:
-        """The report of an exception.
+        """Returns the report of an exception.
 
         Args:
-            trace: comes before an exception that was raised nowhere.
+            trace: a stack to print before an exception that was raised nowhere.
         """
         text = f"{type(error).__name__}: {_text_of(error)}"
         try:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
-        except Exception:  # whatever a foreign exception does
+        except Exception:  # foreign exceptions may raise anything here
             lines = [*traceback.format_tb(error.__traceback__), f"{text}\n"]
         return cls(text, "".join([trace, *lines]), clock.wall_time(), is_peer_lost(error))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureReport | None:
-        """The report in this file; None where there is none, or something else."""
+        """Returns the report in this file, or None if the file does not exist or contains no report."""
         try:
             with open(path) as file:
                 message = json.load(file)["message"]
@@ -137,7 +137,7 @@ class FailureReport:
             return None
 
     def write(self, path: str) -> bool:
-        """Write the report atomically, in torchrun's form with a finer clock; whether it was written."""
+        """Writes the report atomically, in torchrun's form with a finer clock, and returns whether it was written."""
         extra = {
             "py_callstack": self.trace,
             "timestamp": str(int(clock.wall_time())),
@@ -158,7 +158,7 @@ class FailureReport:
 
     @property
     def short(self) -> str:
-        """The exception as part of a sentence: its first line, and of a long one the first sentence."""
+        """The exception as part of a sentence: its first line, or the first sentence of a long line."""
         lines = self.text.strip().split("\n")
         first = lines[0]
         if re.search(r"Caught \w+ in DataLoader worker process \d+\.$", first):  # its traceback follows
@@ -171,34 +171,37 @@ class FailureReport:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # a foreign exception's
+    except Exception as broken:  # raised by a foreign exception
         return f"(its text cannot be had: {type(broken).__name__})"
 
 
 def report_path(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
-    """The file of the report of ``tower`` in the directory of the process that starts it."""
+    """Returns the file of ``tower``'s report, in the directory of the process that starts it."""
     return pathlib.Path(directory) / f"error{tower}.json"
 
 
 def leave_report(error: Exception, trace: str) -> None:
-    """Leave a report of an exception that was raised nowhere, before this process ends at once.
+    """Leaves a report of an exception that was raised nowhere, before this process ends at once.
 
     Args:
         trace: the stack of this process.
     """
     if not _report(error, os.environ.get(ERROR_FILE), trace) or STATUS_RECORD not in os.environ:
-        # No launcher of ours prints it.
+        # No launcher of mirrored prints it.
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def mark_seen_by_launcher(error: BaseException) -> None:
-    """The launcher has told this process to end, so it has seen the cause of ``error``."""
-    with contextlib.suppress(Exception):  # a foreign exception, which takes no attributes
+    """Marks ``error`` as a consequence of the launcher's signal to end: the launcher has already received the cause."""
+    with contextlib.suppress(Exception):  # a foreign exception that accepts no attributes
         error.seen_by_launcher = True  # type: ignore[attr-defined]
 
 
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
-    """Leave a report in ``path``, if there is one; whether it was written. See [Note: consequences wait]."""
+    """Leaves a report in ``path``, if that is not None, and returns whether it was written.
+
+    See [Note: consequences wait].
+    """
     report = FailureReport.of(error, trace)
     if report.consequence and not getattr(error, "seen_by_launcher", False):
         clock.sleep(_LAUNCHER_SECONDS)
@@ -210,10 +213,10 @@ def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
 
 @functools.cache
 def install_hooks() -> None:
-    """From now on an uncaught exception leaves its report and ends this process, and so does the end of its agent.
+    """Makes uncaught exceptions leave a report and end this process from now on. The end of its agent ends it, too.
 
-    Under our own agent the traceback is not printed as well (the agent prints it in full, last), and only the
-    machine's first tower tells of an interruption (Ctrl-C reaches all of them).
+    Under ``mirrored``'s own agent, this process does not print the traceback, because the agent prints it in full,
+    last. Only the machine's first tower reports an interruption (Ctrl-C reaches all towers).
     """
     quiet = RUN_ID in os.environ and STARTED_BY in os.environ
     path = os.environ.get(ERROR_FILE)
@@ -223,12 +226,12 @@ def install_hooks() -> None:
         failed = issubclass(kind, Exception)
         others_tell = issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0"
         reported = (failed and _report(error, path)) or others_tell
-        if failed:  # also where nobody takes what is printed
+        if failed:  # even if no process reads the output
             end_in(SAVING_SECONDS)
         try:
             if not (quiet and reported):
                 previous(kind, error, trace)
-        finally:  # not before: to print may take longer than the time that is left from then on
+        finally:  # not before, because printing may take longer than the remaining time
             if failed:
                 end_soon()
 
@@ -239,13 +242,14 @@ def install_hooks() -> None:
 
 @functools.cache
 def end_with_parent() -> None:
-    """Kill this process as soon as the one that started it has ended, however it ended: the parent watchdog.
+    """Kills this process as soon as the process that started it has ended, for any reason: the parent watchdog.
 
-    Towers of torchrun's agent have sessions of their own, and towers of the fork server are its children, not
-    the caller's: no signal reaches them when the process that started them is killed. A thread watches for it.
+    Towers of torchrun's agent have their own sessions, and towers of the fork server are its children, not the
+    caller's. No signal reaches them when the process that started them is killed. A thread therefore watches that
+    process.
     """
     parent = multiprocessing.parent_process()
-    # Not the parent as it is now: the agent may be gone already.
+    # Not the current parent: the agent may already be gone.
     agent = int(os.environ.get(AGENT) or os.getppid())
 
     def watch() -> None:
@@ -259,16 +263,16 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="towers-parent-watchdog", daemon=True).start()
 
 
-_saves: list[Callable[[bool], None]] = []  # whom to tell, of each checkpoint that this process is writing
+_saves: list[Callable[[bool], None]] = []  # one per checkpoint that this process is writing
 _saves_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def saving(tell: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, a checkpoint is being written: a process that fails meanwhile takes :data:`SAVING_SECONDS` for it.
+    """Marks that a checkpoint is being written inside. A process that fails then takes :data:`SAVING_SECONDS` for it.
 
     Args:
-        tell: tells others whether this process is writing any.
+        tell: is called with whether this process is writing any checkpoint.
     """
     with _saves_lock:
         _saves.append(tell)
@@ -282,7 +286,7 @@ def saving(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def end_in(seconds: float) -> None:
-    """End this process with exit code 1 after so many seconds, whatever its threads and handlers do."""
+    """Ends this process with exit code 1 after ``seconds``, whatever its threads and handlers do."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=_nowhere())
 
 
@@ -292,7 +296,7 @@ def _nowhere() -> TextIO:
 
 
 def end_soon() -> None:
-    """End this process, which has failed, with exit code 1 within seconds.
+    """Ends this process, which has failed, with exit code 1 within seconds.
 
     See [Note: a tower that has failed ends itself].
     """
@@ -317,10 +321,10 @@ def end_soon() -> None:
 
 
 def end_soon_preempted() -> None:
-    """Let this process, which has saved and is about to end by itself, end with :data:`EXIT_PREEMPTED`.
+    """Makes this process, which has saved and is about to end by itself, end with :data:`EXIT_PREEMPTED`.
 
     Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing. Then
-    its exit handlers have 5 s, those that send a tracker's last lines and those that wait for child processes.
+    its exit handlers have 5 s; these may send a tracker's last lines or wait for child processes.
     """
     script_ended, threads_ended = threading.Event(), threading.Event()
 
@@ -337,13 +341,13 @@ def end_soon_preempted() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without finalizing the interpreter."""
+    """Ends this process at once, without finalizing the interpreter."""
     flush_output()
     os._exit(code)
 
 
 def flush_output() -> None:
-    """Let what this process has printed reach who reads it."""
+    """Flushes everything that this process has printed."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stream, or no reader any more
             stream.flush()

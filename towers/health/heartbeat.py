@@ -1,21 +1,21 @@
-"""Threads beside training: heartbeats between towers through the store where they met, and the deadline of a step.
+"""Threads that run during training: heartbeats between towers through the store where they met, and a step's deadline.
 
-About once a second every tower stores its heartbeat: what it does, and what it waits for. A tower that waits for
-another one until the deadline reads the other's heartbeat, and asks it for its stack. A thread sends the heartbeats and
-answers, over a connection of its own; when the store is gone it ends. That costs the store two requests per tower and
-second. Towers make more requests only while they keep waiting, when the chief looks for deadlocks
+About once a second, every tower stores its heartbeat: its activity, and the collective it waits in. A tower that waits
+for another one until the deadline reads the other's heartbeat, and queries its stack. A thread with its own connection
+sends the heartbeats and answers. It ends when the store is gone. That costs the store two requests per tower and
+second. Towers send more requests only while they keep waiting, when the chief looks for deadlocks
 (:mod:`towers.health.deadlock`).
 
 [Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
 its newest heartbeat stay the newest.
 
-[Note: who answers is waited for] A tower that has failed has time for the other's answer, which may take long on a host
-that does much else. It waits as long as heartbeats of the other one come, or its process can run. Answers come from the
-thread that sends those, not from the script's. A process that is stopped or gone is given up after 2.5 seconds, a tower
-whose process cannot be seen 10 seconds after its last heartbeat.
+[Note: who answers is waited for] A tower that has failed has time for the other's answer, which may take long on a busy
+host. It waits as long as heartbeats of the other one arrive, or its process can run. The thread that sends heartbeats
+also answers, not the script's thread. A process that is stopped or gone is given up after 2.5 seconds. A tower whose
+process cannot be seen is given up 10 seconds after its last heartbeat.
 
-[Note: the deadline of a step] A thread watches it, so code that holds the interpreter's lock is found only by the other
-towers' collectives.
+[Note: the deadline of a step] A thread watches it, so only the other towers' collectives detect code that holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
 _SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
-_SILENT_AND_STOPPED = 2.5  # the same where its process is seen to be stopped or gone
-_LONGEST = 30.0  # the same where its process can run; and seconds that a tower which lives may take to answer
-_REQUEST = timedelta(seconds=30)  # for a request of the store by the heartbeat's own thread, also at exit
-_STORE_SECONDS = 10.0  # seconds for a request by others, since the store's host may do much else
-_SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
-_FRAMES = 12  # of a stack, the innermost
-_HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
+_SILENT_AND_STOPPED = 2.5  # the same if its process is stopped or gone
+_LONGEST = 30.0  # the same if its process can run; and the time for a running tower to answer
+_REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat's own thread, also at exit
+_STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
+_SERVING = 5.0  # seconds that a process which serves the store waits for others that also end
+_FRAMES = 12  # the innermost frames of a stack
+_HEAD_START = 3.0  # seconds by which waiting towers report later than others if a step takes too long
 
 log = get_logger("towers")
 
 
 def start(health: Health, tower: Participant, store: Store, step_seconds: float) -> None:
-    """Start the threads of this tower; they end with ``health``.
+    """Starts the threads of this tower. They end with ``health``.
 
     Args:
-        store: where the towers met.
-        step_seconds: how long a step may take; infinite for no limit.
+        store: the store where the towers met.
+        step_seconds: the longest time for a step; infinite for no limit.
     """
-    if store.has_extended_api():  # type: ignore[attr-defined]  # not a file, which would grow by every heartbeat
+    if store.has_extended_api():  # type: ignore[attr-defined]  # not a file, which would grow with every heartbeat
         health.heartbeat = Heartbeat(health, tower, SignedStore(store, tower.token))
     elif tower.index == 0:
         log.warning(
@@ -89,7 +89,7 @@ class Heartbeat:
     Args:
         health: this tower's; the heartbeat ends with it.
         tower: this tower, as it met the others.
-        store: where they met.
+        store: the store where they met.
 
     Raises:
         StartupError: the store has ended.
@@ -101,19 +101,19 @@ class Heartbeat:
         self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         with tower.needs_server():
-            self._store = store.connect_again("health", _REQUEST)  # threads can share it: no request waits for others
+            self._store = store.connect_again("health", _REQUEST)  # can be shared: no request waits for other towers
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
         self._blocked = 0  # how often towers have reported that they keep waiting
         self._beats: dict[int, Beat] = {}
-        self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
+        self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat and its arrival
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
         self._thread.start()
 
     def _stop(self) -> None:
-        """End the thread: one that comes back from the store while the interpreter is finalized aborts the process."""
+        """Ends the thread. Its return from the store during the interpreter's finalization would abort the process."""
         self._calls.put(None)
         self._thread.join(_REQUEST.total_seconds())
 
@@ -135,7 +135,7 @@ class Heartbeat:
                     if (call := self._calls.get(timeout=_FAST if hurries else INTERVAL)) is None:
                         return
                     call(store)
-        except (RuntimeError, OSError):  # the store has ended, with its host or at the job's end: nobody asks any more
+        except (RuntimeError, OSError):  # the store has ended, with its host or at the job's end: no more queries
             pass
         finally:
             atexit.unregister(self._stop)
@@ -147,7 +147,10 @@ class Heartbeat:
         return Beat(self._number, status, health.begun(), health.waits)
 
     def _look_for_deadlock(self, store: SignedStore, health: Health) -> bool:
-        """Report that this tower keeps waiting, if so, and read whether that is a deadlock; whether to beat fast."""
+        """Reports whether this tower keeps waiting, and reads whether that is a deadlock.
+
+        Returns whether to beat fast.
+        """
         waits, waited = health.waits, self._waited
         self._waited = waits
         if waits is not None and waits == waited:
@@ -157,7 +160,10 @@ class Heartbeat:
         return self._find_deadlock(store) if self._tower == 0 else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:
-        """Look for a deadlock, as the chief does (see [Note: deadlocks]); whether some tower keeps waiting."""
+        """Looks for a deadlock, as the chief does (see [Note: deadlocks]).
+
+        Returns whether some tower keeps waiting.
+        """
         before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
         if self._blocked == before:
             self._beats = {}
@@ -173,11 +179,13 @@ class Heartbeat:
     # -- leaving -----------------------------------------------------------------------------------------
 
     def leave(self, name: str, message: Message) -> list[Message] | None:
-        """Store a last message under ``name``.
+        """Stores a last message under ``name``.
+
+        A tower whose own process serves the store waits briefly until all others have stored theirs.
 
         Returns:
-            The messages of all towers, in order, if this tower is the last one to leave its own; else None, at once. (A
-            tower whose own process serves the store stays for a moment until all others have left theirs.)
+            The messages of all towers, in order, if this tower is the last one to store its own. Otherwise None, at
+            once.
         """
         messages: list[Message] = []
         done = threading.Event()
@@ -191,7 +199,7 @@ class Heartbeat:
                 wait_until(lambda: store.add(f"left {name}", 0) >= len(self._towers), _SERVING, pause=0.05)
             done.set()
 
-        # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
+        # With the existing thread: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
         self._calls.put(leave)
         wait_until(lambda: done.is_set() or not self._thread.is_alive(), _LONGEST)
         return messages if len(messages) == len(self._towers) else None
@@ -199,19 +207,19 @@ class Heartbeat:
     # -- querying ----------------------------------------------------------------------------------------
 
     def others(self) -> list[int]:
-        """All towers but this one."""
+        """Returns all towers but this one."""
         return [tower for tower in self._towers if tower != self._tower]
 
     def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
-        """What is known of other towers.
+        """Returns the known state of other towers.
 
         Args:
-            stacks: ask them for their stacks, too; see [Note: who answers is waited for].
+            stacks: whether to query their stacks, too; see [Note: who answers is waited for].
         """
         peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         answers = self._ask(asked)
-        now = {peer.tower: peer for peer in self._peers(asked)}  # one that was silent may have been woken to end
+        now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
         return [dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, "")) for peer in peers]
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
@@ -219,7 +227,7 @@ class Heartbeat:
         now, peers = clock.monotonic(), []
         for tower in towers:
             peer = by_store.get(tower, PeerStatus(tower))
-            if (record := self._record.of_peer(tower)) is not None:  # fresher than what came through the store
+            if (record := self._record.of_peer(tower)) is not None:  # newer than the status from the store
                 status = record.read()
                 seconds = now - status.since if status.since else 0.0
                 limit = _LONGEST if record.process_can_run() else _SILENT_AND_STOPPED
@@ -239,11 +247,14 @@ class Heartbeat:
                         answers[tower] = answer["stack"]
                 clock.sleep(0.05)
 
-        in_time(_LONGEST, ask)  # a store whose host is gone may not answer at all
+        in_time(_LONGEST, ask)  # a store whose host is gone may never answer
         return dict(answers)
 
     def _silence(self, tower: int, number: int) -> float:
-        """For how many seconds this heartbeat has been a tower's newest; see [Note: hosts' clocks are not compared]."""
+        """Returns the seconds for which this heartbeat has been a tower's newest.
+
+        See [Note: hosts' clocks are not compared].
+        """
         now = clock.monotonic()
         newest, since = self._newest.get(tower, (number, now))
         if newest != number:
@@ -265,13 +276,13 @@ class Heartbeat:
 
 
 def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:
-    """End this tower when a step of it takes too long; see [Note: the deadline of a step].
+    """Ends this tower when one of its steps takes too long; see [Note: the deadline of a step].
 
     Args:
         health: this tower's; the watch ends with it.
         record: the tower's record.
         tower: the tower's index.
-        seconds: how long a step may take; infinite for no limit.
+        seconds: the longest time for a step; infinite for no limit.
     """
     pause = min(INTERVAL, seconds / 10)
     watched, deadline = 0, Deadline(seconds, 2 * pause)
@@ -282,7 +293,7 @@ def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, 
         if not status.running or status.run != watched:
             watched = status.run
             deadline.restart()
-        # A tower that waits for others leaves it to those to say what they do.
+        # A tower that waits for others lets them report first.
         waits = status.phase == AVERAGING or bool(status.call)
         if deadline.remaining() <= (-_HEAD_START if waits else 0.0) and (late := health()) is not None:
             _end_late(late, tower, seconds, waits=waits)
@@ -303,7 +314,7 @@ def _end_late(health: Health, tower: int, seconds: float, *, waits: bool) -> Non
 
 
 def main_stack() -> str:
-    """The main thread's stack, in the form of a traceback, innermost call last."""
+    """Returns the main thread's stack, in the form of a traceback, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame)
     left_out = ["  …\n"] if len(lines) > _FRAMES else []

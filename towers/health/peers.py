@@ -1,4 +1,4 @@
-"""What is known of a tower: its status, the collective it waits in, and what the other towers know of it."""
+"""The known state of towers: a tower's status, the collective it waits in, and the others' view of it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from towers.joining.store import Message
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What a tower does.
+    """A tower's current activity.
 
     Attributes:
-        run: how many runs have begun, which counts alike on all towers.
-        step: the training step that runs, else the last one; the number that a checkpoint has.
-        running: whether the last run goes on.
-        evaluates: whether the run is none of training.
-        phase: what the tower does there; empty where it is in the script's own code.
-        since: when it began with that, in ``clock.monotonic()`` seconds of its host.
+        run: the number of runs that have started, counted identically on all towers.
+        step: the running training step, or the last one if none runs: the number that a checkpoint has.
+        running: whether the last run still runs.
+        evaluates: whether the run is not a training step.
+        phase: the tower's phase; empty while it is in the script's own code.
+        since: when the phase started, in ``clock.monotonic()`` seconds of its host.
         call: the collective that it is in, if that has a name.
         saving: whether it is writing a checkpoint.
         restores: whether its script restores the newest checkpoint when it is started again.
@@ -38,7 +38,7 @@ class Status:
 
     @property
     def is_between_runs(self) -> bool:
-        """Whether no run goes on, and there was one."""
+        """Whether no run is in progress, and there has been a run."""
         return self.run > 0 and not self.running
 
     @property
@@ -55,17 +55,17 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class PeerStatus:
-    """What one tower knows of another.
+    """One tower's view of another.
 
     Attributes:
-        tower: the other.
-        host: where it runs, if that is another host.
-        status: what it does, or did when it was last seen; None when it was never seen.
+        tower: the other tower.
+        host: the other tower's host, if that is another host.
+        status: its activity when it was last seen; None if it was never seen.
         seconds: for how long it has been doing that.
-        silent: seconds since its last heartbeat; where that came through the store, as far as this tower has watched,
-            for the clocks of hosts differ.
-        stack: its main thread's, if it has answered a query.
-        silence_limit: after so many silent seconds it counts as gone.
+        silent: seconds since its last heartbeat. If that arrived through the store, only the time for which this tower
+            has watched counts, because the clocks of hosts differ.
+        stack: its main thread's stack, if it has answered a query.
+        silence_limit: the number of silent seconds after which it counts as gone.
     """
 
     tower: int
@@ -78,7 +78,7 @@ class PeerStatus:
 
     @property
     def lives(self) -> bool:
-        """Whether it has answered, or had a heartbeat a moment ago."""
+        """Whether it has answered, or had a recent heartbeat."""
         return bool(self.stack) or (self.status is not None and self.silent < self.silence_limit)
 
     def __str__(self) -> str:
@@ -97,13 +97,13 @@ class Peers(Protocol):
     """The other towers, which can be queried: :class:`towers.health.heartbeat.Heartbeat`."""
 
     def others(self) -> list[int]:
-        """All towers but this one."""
+        """Returns all towers but this one."""
 
     def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
-        """What is known of other towers, and with ``stacks`` what they answer."""
+        """Returns the known state of other towers, with their answers if ``stacks`` is set."""
 
     def leave(self, name: str, message: Message) -> list[Message] | None:
-        """Store a last message under ``name``; returns all towers' messages, if this tower's is the last one."""
+        """Stores a last message under ``name``, and returns all towers' messages if this tower's is the last one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Wait:
 
     Attributes:
         communicator: its name, equal on all towers.
-        number: which of the communicator's collectives it is.
-        towers: those that take part in it.
+        number: the index of the collective among the communicator's.
+        towers: the towers that take part in it.
     """
 
     communicator: str

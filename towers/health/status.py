@@ -1,13 +1,13 @@
-"""What a tower does while it trains: step, phase, collective; and the record of it that other processes read.
+"""A tower's activity in training (step, phase, collective), and the record of it that other processes read.
 
-Writing it costs some tenths of a microsecond. It is read when something goes wrong: by the process that started the
+Writing it costs some tenths of a microsecond. When something goes wrong, it is read by the process that started the
 towers, and by towers that wait for this one (:mod:`towers.health.heartbeat`).
 
 [Note: status records] A record is a small file in the private directory of the process that started the towers
-(``TOWERS_STATUS_RECORD``, which our launchers set), mapped into the tower: what the tower has written stays when it is
-killed, for half a microsecond a change. Other hosts, and towers under the user's own torchrun, learn it from heartbeats
-through the store. At one tower the record is no file. A tower that holds the interpreter's lock sends no heartbeat and
-answers no query; after 30 seconds (10 where its process cannot be seen) it reads as stopped.
+(``TOWERS_STATUS_RECORD``, which ``mirrored``'s launchers set), mapped into the tower. Its content remains when the
+tower is killed. It costs half a microsecond per change. Other hosts, and towers under the user's own torchrun, receive
+it in heartbeats through the store. With one tower, the record is not a file. A tower that holds the interpreter's lock
+sends no heartbeat and answers no query. After 30 seconds (10 if its process cannot be seen) it is reported as stopped.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class StatusRecord:
     """One tower's record, as the tower writes it or as another process reads it; see [Note: status records].
 
     Args:
-        path: its file; None keeps it in this process.
-        create: make the file anew, as the tower does when it starts.
+        path: its file. None: the record is kept in this process.
+        create: whether to create the file, or reset it, as the tower does when it starts.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -65,10 +65,10 @@ class StatusRecord:
         self._path = pathlib.Path(path) if path else None
         self._memory: mmap.mmap | bytearray = bytearray(_BYTES)
         if self._path is not None:
-            # Never made shorter: an earlier strategy of this process may have it mapped.
+            # Never truncated: an earlier strategy of this process may have mapped it.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
             try:
-                if create:  # takes the room that it needs: where a disk is full, writing to a mapping ends the process
+                if create:  # reserves the space: on a full disk, writing to a mapping ends the process
                     os.pwrite(descriptor, bytes(_BYTES - _STATUS_AT), _STATUS_AT)
                 self._memory = mmap.mmap(descriptor, _BYTES)
             finally:
@@ -78,56 +78,56 @@ class StatusRecord:
 
     @classmethod
     def find(cls, directory: os.PathLike[str] | str, tower: int) -> StatusRecord | None:
-        """The record of ``tower`` in the directory of the process that started it; None where there is none."""
+        """Returns the record of ``tower`` in the directory of the process that started it, or None if there is none."""
         with contextlib.suppress(OSError, ValueError):
             return cls(record_path(directory, tower))
         return None
 
     def of_peer(self, tower: int) -> StatusRecord | None:
-        """The record of another tower that the same process has started; None where there is none."""
+        """Returns the record of another tower that the same process has started, or None if there is none."""
         return None if self._path is None else self.find(self._path.parent, tower)
 
     def enter(self, run: int, step: int, running: bool, evaluates: bool, phase: bytes) -> None:
-        """The tower enters another phase."""
+        """Records that the tower enters another phase."""
         _STATUS.pack_into(self._memory, _STATUS_AT, run, step, running, evaluates, clock.monotonic(), phase)
 
     def call(self, name: bytes) -> None:
-        """The tower is in a collective of this name; empty: in none."""
+        """Records that the tower is in a collective of this name. Empty: it is in none."""
         _CALL.pack_into(self._memory, _CALL_AT, name)
 
     def set_saving(self, saving: bool) -> None:
-        """The tower is writing a checkpoint, or no longer."""
+        """Records whether the tower is writing a checkpoint."""
         self._memory[_SAVING_AT] = saving
 
     def set_restores(self) -> None:
-        """The tower's script restores the newest checkpoint when it is started again."""
+        """Records that the tower's script restores the newest checkpoint when it is started again."""
         self._memory[_RESTORES_AT] = True
 
     def beat(self) -> None:
-        """A heartbeat of the tower."""
+        """Records a heartbeat of the tower."""
         _BEAT.pack_into(self._memory, 0, os.getpid(), clock.monotonic())
 
     @property
     def last_beat(self) -> float:
-        """When the tower had its last heartbeat, in ``clock.monotonic()`` seconds of its host."""
+        """The time of the tower's last heartbeat, in ``clock.monotonic()`` seconds of its host."""
         return float(_BEAT.unpack_from(self._memory)[1])
 
     def process_can_run(self) -> bool:
-        """Whether the tower's process is there and not stopped, as far as the system says."""
+        """Returns whether the tower's process exists and is not stopped, as far as the system reports it."""
         with contextlib.suppress(OSError):
             stat = pathlib.Path(f"/proc/{_BEAT.unpack_from(self._memory)[0]}/stat").read_text()
             return stat.rpartition(") ")[2][0] not in "TtZX"
         return False
 
     def read(self) -> Status:
-        """What the tower does, or did when it ended."""
+        """Returns the tower's activity, which is its last one if it has ended."""
         run, step, running, evaluates, since, phase = _STATUS.unpack_from(self._memory, _STATUS_AT)
         call, saving, restores = _CALL_AND_FLAGS.unpack_from(self._memory, _CALL_AT)
         return Status(run, step, running, evaluates, _text(phase), since, _text(call), saving, restores)
 
 
 def record_path(directory: os.PathLike[str] | str, tower: int) -> pathlib.Path:
-    """The file of the record of ``tower`` in the directory of the process that starts it."""
+    """Returns the file of ``tower``'s record, in the directory of the process that starts it."""
     return pathlib.Path(directory) / f"status{tower}"
 
 
@@ -136,11 +136,11 @@ def _text(field: bytes) -> str:
 
 
 class BatchInHand(NamedTuple):
-    """The global batch that a script is at, the same on all towers, each of which has its share of it.
+    """The global batch that a script is processing. It is the same on all towers, and each tower has its share of it.
 
     Attributes:
-        loop: which of the loops over distributed data, which all towers begin together.
-        epoch, step: which epoch of the data, and which batch of it, from 0.
+        loop: the index of the loop over distributed data. All towers start a loop together.
+        epoch, step: the epoch of the data, and the index of the batch in it, from 0.
     """
 
     loop: int
@@ -152,16 +152,16 @@ class BatchInHand(NamedTuple):
 
 
 def with_batch(call: str, batch: BatchInHand | None) -> str:
-    """A call's name in messages, with the batch that it belongs to."""
+    """Returns a call's name for messages, with the batch that it belongs to."""
     return call if batch is None else f"{call} with {batch}"
 
 
 class Counted(Protocol):
-    """A communicator, which counts the collectives that this tower has begun.
+    """A communicator, which counts the collectives that this tower has started.
 
     Attributes:
         name: equal on all towers.
-        count: how many there were.
+        count: the number of these collectives.
     """
 
     name: str
@@ -169,24 +169,24 @@ class Counted(Protocol):
 
 
 class Health:
-    """What this tower does, and what it knows of the others.
+    """This tower's activity, and its view of the others.
 
     Attributes:
-        run: how many runs (calls of ``strategy.run``) have begun; towers match their backwards by it.
-        step: the training step that runs, else the last one; this is the count that people see, also in checkpoints.
-            A run is a training step when it has a backward or an optimizer's step; at one tower each is.
-        evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
-        phase: what the tower does now; empty where it is in the script's own code.
-        loops: how many loops over distributed data have begun.
-        batches: the newest batch that the main thread has taken of each loop over distributed data; what another thread
-            takes ahead says nothing of where a script is.
-        record: where it is written; in a file, other processes read it.
-        heartbeat: the other towers, where there are any.
-        exit_code: what this tower is about to end with, without having failed.
-        waits: what this tower waits in; None where it does not wait.
+        run: the number of runs (calls of ``strategy.run``) that have started. Towers match their backward passes by it.
+        step: the running training step, or the last one if none runs. Users see this number, also in checkpoints. A run
+            is a training step if it has a backward or an optimizer's step; on one tower, every run is.
+        evaluates: whether the present run, or the last one if none runs, is not a training step, as far as is known.
+        phase: the tower's phase; empty while it is in the script's own code.
+        loops: the number of loops over distributed data that have started.
+        batches: the newest batch that the main thread has taken, for each loop over distributed data. A batch that
+            another thread takes ahead does not show the script's position.
+        record: the record of the status. If it is a file, other processes read it.
+        heartbeat: the other towers, or None if there are none.
+        exit_code: the code with which this tower is about to end, without a failure.
+        waits: the collective that this tower waits in. None: it does not wait.
         deadlock: why a wait will never end, once that is known.
-        followers: called with each phase that the tower enters.
-        callers: called with the name of each announced collective that begins, and with "" when it has succeeded.
+        followers: are called with each phase that the tower enters.
+        callers: are called with the name of each announced collective that starts, and with "" after its success.
     """
 
     def __init__(self, record: StatusRecord | None = None) -> None:
@@ -211,27 +211,27 @@ class Health:
 
     @classmethod
     def of_this_tower(cls, phase: str) -> Health:
-        """A new tower's, whose record is the file that the launcher reads, where there is one."""
+        """Returns a new tower's health. Its record is the file that the launcher reads, if there is one."""
         path = os.environ.get(STATUS_RECORD)
         record = None
-        with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
+        with contextlib.suppress(OSError):  # a missing directory must not stop a tower
             record = StatusRecord(path, create=path is not None)
         health = cls(record)
         health.enter(phase)
         return health
 
     def enter(self, phase: str) -> None:
-        """The tower enters a phase ("writing the checkpoint"); an empty one is the script's own code."""
+        """Enters a phase ("writing the checkpoint"). An empty phase is the script's own code."""
         self.phase = phase
         self.record.enter(self.run, self.step, self._running, self.evaluates, phase.encode())
         for follow in self.followers:
             follow(phase)
 
     def begin_run(self, evaluates: bool | None) -> None:
-        """A run begins.
+        """Records the start of a run.
 
         Args:
-            evaluates: whether it seems to be none of training; None where it counts as a step, whatever it does.
+            evaluates: whether it does not seem to be a training step. None: it counts as one in any case.
         """
         self.run += 1
         self.evaluates = bool(evaluates)
@@ -240,7 +240,7 @@ class Health:
         self.enter(IN_EVALUATION if evaluates else IN_STEP)
 
     def train(self) -> None:
-        """The run that goes on is a training step: there is a backward in it, or an optimizer steps."""
+        """Records that the present run is a training step: it contains a backward, or an optimizer steps."""
         self._trains = True
         if self._running and self.evaluates:
             self.evaluates = False
@@ -248,7 +248,10 @@ class Health:
             self.enter(IN_STEP if self.phase == IN_EVALUATION else self.phase)
 
     def end_run(self) -> None:
-        """The run is over. Not to be called when it failed: then it is where the tower ended."""
+        """Records the end of a run.
+
+        It must not be called for a failed run, so that the status shows where the tower ended.
+        """
         self._running = False
         self.evaluates = not self._trains
         if self.evaluates:
@@ -258,43 +261,43 @@ class Health:
         self.enter("")
 
     def go_on_after(self, steps: int) -> None:
-        """Continue after so many training steps, the number of a checkpoint."""
+        """Continues after ``steps`` training steps, the number of a checkpoint."""
         self.step = self._done = steps
         self.enter(self.phase)
 
     def count(self, steps: int) -> None:
-        """Take over the script's own count of training steps, from now on."""
+        """Uses the script's own count of training steps from now on."""
         self.go_on_after(steps)
         self._counted_by_script = True
 
     def watch(self, communicator: Counted) -> None:
-        """Let the other towers know how many collectives of ``communicator`` this tower has begun, while it lives."""
+        """Reports to the other towers how many collectives of ``communicator`` this tower has started."""
         self._counted.add(communicator)
 
     def begun(self) -> dict[str, int]:
-        """How many collectives this tower has begun, by name of the communicator."""
+        """Returns the number of collectives that this tower has started, by name of the communicator."""
         try:
             return {communicator.name: communicator.count for communicator in self._counted}
-        except RuntimeError:  # one was added meanwhile
+        except RuntimeError:  # one was added during the iteration
             return {}
 
     def check_deadlock(self) -> None:
-        """Check that a wait may still end.
+        """Checks that a wait may still end.
 
         Raises:
-            DeadlockError: it will not, for the others wait for this tower elsewhere.
+            DeadlockError: it will not, because the others wait for this tower elsewhere.
         """
         if self.deadlock is not None:
             raise DeadlockError(self.deadlock)
 
     @property
     def status(self) -> Status:
-        """What the tower does."""
+        """The tower's activity."""
         return self.record.read()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""
+        """Enters a phase with ``with health.during(phase):``. The phase ends with the block, except after a failure."""
         before = self.phase
         self.enter(phase)
         yield
@@ -302,7 +305,7 @@ class Health:
 
     @contextlib.contextmanager
     def at(self, call: str) -> Iterator[None]:
-        """``with health.at("reduce('sum')"):`` names the collective that the block makes, until that has succeeded."""
+        """Names the collective of the block in ``with health.at("reduce('sum')"):``, until the block has succeeded."""
         self._tell(call)
         yield
         self._tell("")
@@ -313,11 +316,11 @@ class Health:
             follow(call)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a checkpoint is being written, by whatever thread: a job that fails gives it time to be done."""
+        """Marks that a checkpoint is being written inside, by any thread: a job that fails gives it time to finish."""
         return failure.saving(self.record.set_saving)
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
-        """``items``, as they are; while one is waited for the tower is in ``phase``."""
+        """Yields ``items`` unchanged. While the tower waits for an item, it is in ``phase``."""
         iterator = iter(items)
         while True:
             with self.during(phase):

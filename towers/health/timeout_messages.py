@@ -1,4 +1,4 @@
-"""Error messages for collectives that time out or lose a peer: which towers are elsewhere, and what they do."""
+"""Error messages for collectives that time out or lose a peer: which towers are in other calls, and their activity."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from towers.errors import CollectiveTimeoutError, PeerLostError, collective_time
 from towers.health.peers import PeerStatus, Status
 from towers.health.status import Health
 
-_SHOWN = 4  # towers that a message tells of
+_SHOWN = 4  # the largest number of towers that a message lists
 
 
 def timeout_error(health: Health, tower: int, seconds: float, awaited: int | None = None) -> CollectiveTimeoutError:
-    """The error of ``tower``, after a collective's deadline.
+    """Returns the error of ``tower`` after a collective's deadline.
 
     Args:
-        awaited: the tower it waits for; None when its backend does not tell.
+        awaited: the tower it waits for. None: its backend does not report it.
     """
     name = "the other towers" if awaited is None else f"tower {awaited}"
     if health.heartbeat is None:
@@ -27,10 +27,10 @@ def timeout_error(health: Health, tower: int, seconds: float, awaited: int | Non
 
 
 def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
-    """The towers that are in another call than this one, or do not live.
+    """Returns the towers that are in another call than this one, or are gone.
 
     Args:
-        stacks: ask them for their stacks, which takes seconds.
+        stacks: whether to query their stacks, which takes seconds.
     """
     if health.heartbeat is None:
         return []
@@ -44,7 +44,7 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
 
 
 def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostError:
-    """The error of ``tower``, whose connection to some other has broken."""
+    """Returns the error of ``tower``, which has lost its connection to some other tower."""
     silent: list[PeerStatus] = []
     if health.heartbeat is not None:
         silent = [peer for peer in health.heartbeat.query(health.heartbeat.others(), stacks=True) if not peer.stack]
@@ -54,7 +54,7 @@ def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostErr
 
 
 def last_seen(health: Health, towers: Sequence[int]) -> str:
-    """What towers that have ended did last."""
+    """Returns the last status of towers that have ended."""
     if health.heartbeat is None:
         return ""
     peers = health.heartbeat.query(towers, stacks=False)
@@ -62,11 +62,11 @@ def last_seen(health: Health, towers: Sequence[int]) -> str:
 
 
 def listed(peers: Sequence[PeerStatus]) -> str:
-    """What towers do, as part of a sentence."""
+    """Returns the activity of towers, as part of a sentence."""
     more = [f"and {len(peers) - _SHOWN} more"] if len(peers) > _SHOWN else []
     return "; ".join([*map(str, peers[:_SHOWN]), *more])
 
 
 def stacks(peers: Sequence[PeerStatus]) -> str:
-    """The stacks of towers that have answered."""
+    """Returns the stacks of towers that have answered."""
     return "\n".join(f"tower {p.tower}, most recent call last:\n{p.stack}" for p in peers[:_SHOWN] if p.stack)

@@ -1,14 +1,14 @@
-"""All processes that should come have come, once, and belong together: checked before the first collective.
+"""Checks before the first collective that all expected processes have joined, once each, and belong together.
 
 The handshake is used twice: between workers (machines) when the agents start, and between towers when their strategies
-are built. Each process publishes a message in the store, waits for everybody's, and compares them. The first that finds
-something wrong publishes the result, which all the others read, so that all fail with one text within seconds. Only a
-process whose index is taken, or that has another job's token, fails alone.
+are created. Each process publishes a message in the store, waits for the messages of all processes, and compares them.
+The first process that finds a problem publishes the result. All others read it, so all fail with the same message
+within seconds. Only a process whose index is taken, or that has another job's token, fails without the others.
 
 [Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
-by somebody else. So a process that has read all messages confirms it by a digest of all their nonces, in which that of
-its own new message is. The first process confirms last, when all others have: then every process knows that all are
-there.
+by another process. So a process that has read all messages confirms them with a digest of all their nonces, including
+the one of its own new message. The first process confirms last, after all others have confirmed. A process that reads
+this confirmation can rely on the presence of all processes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from towers.system.timeouts import Deadline, clock, run_with_timeout, wait_until
 from towers.topology import JOB_TOKEN
 
 Compare = Callable[[int, Message, int, Message], str | None]
-"""(an index, its message, another index, its message) → what is wrong between the two, or None."""
+"""(an index, its message, another index, its message) → the problem between the two, or None."""
 
 _ABSENT = object()
 _NAME_SECONDS = 60.0
-_EARLIER_SECONDS = 45.0  # how long a chief waits for the end of an earlier one, which may be saving a checkpoint
-_OWNER_SECONDS = 2.0  # in which a store answers whose it is
-_SILENT_SECONDS = 20.0  # how long a process waits before it says for whom
+_EARLIER_SECONDS = 45.0  # a chief's wait for the end of an earlier one, which may be saving a checkpoint
+_OWNER_SECONDS = 2.0  # time for a store to report its job
+_SILENT_SECONDS = 20.0  # the time after which a waiting process reports the missing processes
 
 
 def versions() -> str:
-    """The versions that must be equal on all workers and towers."""
+    """Returns the versions that must be equal on all workers and towers."""
     try:
         version = importlib.metadata.version("mirrored")
     except importlib.metadata.PackageNotFoundError:
@@ -62,12 +62,13 @@ class Participant:
     Attributes:
         kind: "worker" or "tower", for keys and messages.
         index: this process's index among ``names``.
-        names: how messages call each of the processes that should come.
+        names: the names of all expected processes in messages.
         address: host and port of the store.
-        chief_serves: whether the first process serves the store, which then ends with it; else a launcher does.
-        origin: where this was read, for messages.
-        token: the job's. Processes with another one are refused, and their messages count as absent.
-        seconds: how long the processes wait for the store, and then for each other.
+        chief_serves: whether the first process serves the store, which then ends with it. Otherwise a launcher serves
+            it.
+        origin: the source of this description, for messages.
+        token: the job's. Processes with another token are refused, and their messages count as absent.
+        seconds: the time for which the processes wait for the store, and then for each other.
     """
 
     kind: str
@@ -90,15 +91,15 @@ class Participant:
         return f"the chief ({self.kind} 0)" if self.chief_serves else "the launcher's store"
 
     def open_store(self, others: Sequence[str] = ()) -> TCPStore:
-        """The store where the processes meet, which this process serves or joins.
+        """Returns the store where the processes meet, which this process serves or joins.
+
+        If an earlier start of this job still serves its store at the address, the new one waits for its end.
 
         Args:
             others: hosts of the other processes, for :func:`towers.joining.store.serve_store`.
 
-        If an earlier start of this job still serves its store at the address, the new one waits for its end.
-
         Raises:
-            PortInUseError, StartupError: the address cannot be used, or nothing listened there in time.
+            PortInUseError, StartupError: the address cannot be used, or no store listened there in time.
             HandshakeError: the store is another job's. Nothing was written there.
         """
         if self.serves:
@@ -124,7 +125,7 @@ class Participant:
                     quiet = Deadline(math.inf)
             clock.sleep(0.1)
         try:
-            # Where no store listens, torch's client waits without end, or raises an error that shows its frames.
+            # If no store listens, torch's client waits forever, or raises an error that contains its frames.
             store = run_with_timeout(
                 max(1.0, deadline.remaining()),
                 lambda: TCPStore(*self.address, None, False, TIMEOUT, wait_for_workers=False),
@@ -137,7 +138,7 @@ class Participant:
             ) from None
         try:
             with self.needs_server():
-                if self.chief_serves:  # who came before its signature would take the store for its own
+                if self.chief_serves:  # a process that arrives before the signature would sign the store itself
                     store.wait([OWNER], timedelta(seconds=max(1.0, deadline.remaining())))
                 own = {"host": socket.gethostname()}
                 SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
@@ -169,7 +170,7 @@ class Participant:
                 clock.sleep(0.1)
 
     def _is_served_by_this_job(self) -> bool:
-        """Whether a store at the address was signed with this job's token."""
+        """Returns whether a store at the address was signed with this job's token."""
 
         def read_owner() -> bool:
             store = TCPStore(*self.address, None, False, timedelta(seconds=_OWNER_SECONDS), wait_for_workers=False)
@@ -181,14 +182,15 @@ class Participant:
             return False
 
     def say_waiting(self, whom: str) -> None:
-        """Say on standard error for whom this process waits, and how long it will."""
+        """Prints on standard error for which processes this process waits, and for how long."""
         limit = "" if math.isinf(self.seconds) else f", for at most {self.seconds:.0f} s in all"
         print(f"mirrored: {self.kind} {self.index} waits for {whom}{limit}", file=sys.stderr, flush=True)
 
     def _await_own_name(self) -> None:
-        """Wait until the name at which this process serves the store can be looked up.
+        """Waits until the name at which this process serves the store can be looked up.
 
-        The DNS of Kubernetes knows the name of a headless service's pod only some time after its process has started.
+        The DNS of Kubernetes resolves the name of a headless service's pod only some time after its process has
+        started.
         """
         if machine.can_look_up(self.address[0]):
             return
@@ -198,7 +200,7 @@ class Participant:
 
     @contextlib.contextmanager
     def needs_server(self) -> Iterator[None]:
-        """Inside, an error of torch's store is a :class:`StartupError` that names the process which served it."""
+        """Turns errors of torch's store, raised inside, into a :class:`StartupError` that names the serving process."""
         try:
             yield
         except TowersError:
@@ -209,16 +211,18 @@ class Participant:
     def handshake(
         self, store: Store, message: Message, compare: Compare, lost: Callable[[], str] = lambda: ""
     ) -> list[Message]:
-        """Publish ``message``, wait for everybody's, and return all of them in order.
+        """Publishes ``message``, waits for the messages of all processes, and returns them in order.
 
         Args:
-            store: where all processes meet, and no others of this job.
+            store: the store where all processes meet, and no others of this job.
             message: JSON values. All processes of a version have the same fields, with values of one type or None.
-            compare: what is wrong between two messages; versions and fields are compared before.
-            lost: why waiting is vain; empty as long as it is not. Then the store stays, with the error for the others.
+            compare: returns the problem between two messages. Versions and fields are compared before.
+            lost: returns why waiting is useless, or an empty string. After such a reason, the store stays, with the
+                error for the others.
 
         Raises:
-            StartupError: not all came in time, and the text lists those that are missing; or waiting is vain.
+            StartupError: not all processes joined in time, and the message lists the missing ones; or waiting is
+                useless.
             HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
         """
         handshake = _Handshake(self, SignedStore(store, self.token), compare, lost)
@@ -232,14 +236,14 @@ class Participant:
 
 
 class _Handshake:
-    """One handshake, as ``process`` takes part in it."""
+    """One handshake, from the view of ``process``."""
 
     def __init__(self, process: Participant, store: SignedStore, compare: Compare, lost: Callable[[], str]) -> None:
         self._process, self._store, self._compare, self._lost = process, store, compare, lost
-        self._messages: dict[int, Message] = {}  # that have been read, by the process's index
+        self._messages: dict[int, Message] = {}  # the messages that have been read, by the process's index
 
     def run(self, message: Message) -> list[Message]:
-        """All messages in order, once all processes have them."""
+        """Returns all messages in order, after all processes have read them."""
         deadline, quiet, pause = Deadline(self._process.seconds), Deadline(_SILENT_SECONDS), 0.005
         kind, names = self._process.kind, self._process.names
         self._claim(message)
@@ -273,7 +277,7 @@ class _Handshake:
             pause = min(0.2, pause * 1.5)
 
     def _claim(self, message: Message) -> None:
-        """Publish this process's message.
+        """Publishes this process's message.
 
         Raises:
             HandshakeError: another process of this job has this index.
@@ -290,14 +294,14 @@ class _Handshake:
         self._messages[index] = own
 
     def _republish(self) -> None:
-        """Store this process's message again if something else has been stored in its place."""
+        """Stores this process's message again if another value has replaced it."""
         key, own = self._key(self._process.index), self._messages[self._process.index]
         stored = self._store.read(key)
         if stored is None or stored["nonce"] != own["nonce"]:
             self._store.write(key, own)
 
     def _read_messages(self) -> bool:
-        """Read and compare the messages that have come; whether the last one has."""
+        """Reads and compares the messages that have arrived, and returns whether the last one is among them."""
         count, own = len(self._process.names), self._process.index
         before = len(self._messages)
         for i in range(count):
@@ -306,7 +310,7 @@ class _Handshake:
                 self._check(i, own)
         if before == count or len(self._messages) < count:
             return False
-        for i in range(1, count):  # where two others differ from each other, those do not confirm
+        for i in range(1, count):  # if two others differ from each other, they do not confirm
             self._check(i, 0)
         return True
 
@@ -314,11 +318,11 @@ class _Handshake:
         return [self._messages[i] for i in range(len(self._process.names))]
 
     def _unconfirmed(self, *, late: bool) -> list[int]:
-        """Processes that have not confirmed yet that they have read the same messages; see [Note: replayed messages].
+        """Returns the processes that have not yet confirmed the same messages; see [Note: replayed messages].
 
         Args:
-            late: list everybody who has not confirmed. Before: process 0 waits for all others, they wait for process 0
-                alone.
+            late: whether to list all processes that have not confirmed. Before, process 0 waits for all others, and the
+                others wait only for process 0.
         """
         index = self._process.index
         digest = hashlib.sha256("\0".join(str(message["nonce"]) for message in self._in_order()).encode()).hexdigest()
@@ -333,12 +337,12 @@ class _Handshake:
         return missing
 
     def _without(self, others: Sequence[int], digest: str) -> list[int]:
-        """Those of ``others`` that have not confirmed ``digest``."""
+        """Returns those of ``others`` that have not confirmed ``digest``."""
         confirmations = {other: self._store.read(self._key(f"confirmed{other}")) or {} for other in others}
         return [other for other, confirmation in confirmations.items() if confirmation.get("digest") != digest]
 
     def _check(self, index: int, other: int) -> None:
-        """Check that two messages fit together, versions first, since they say what is in a message."""
+        """Checks that two messages fit together. It compares versions first, because they determine the fields."""
         message, reference = self._messages[index], self._messages[other]
         place, other_place = (
             f"{self._process.kind} {i} (on {printable(self._messages[i].get('host'), 64)})" for i in (index, other)
@@ -353,13 +357,13 @@ class _Handshake:
                 )
         try:
             problem = self._compare(index, message, other, reference)
-        except RecursionError:  # hundreds of lists in one another
+        except RecursionError:  # hundreds of nested lists
             problem = f"the message of {place} is damaged"
         if problem is not None:
             self._fail_together(problem)
 
     def _fail_together(self, problem: str, error: type[TowersError] = HandshakeError) -> NoReturn:
-        """Publish ``problem`` as the result, and raise the result that was published first."""
+        """Publishes ``problem`` as the result, and raises the result that was published first."""
         result = {"error": error.__name__, "text": printable(problem)}
         self._fail(self._store.publish(self._key("result"), result))
 
@@ -369,7 +373,7 @@ class _Handshake:
         raise error(printable(result.get("text")))
 
     def wait_until_read(self) -> None:
-        """Return when the others that have come have read the result; one that has ended costs ten seconds."""
+        """Waits until the other joined processes have read the result, at most ten seconds if one of them has ended."""
         keys = [self._key(f"read{other}") for other in self._messages if other != self._process.index]
         wait_until(lambda: not keys or self._store.store.check(keys), 10.0)
 

@@ -7,24 +7,25 @@
     └─ exec, same process id ──▶ python …/towers '{"towers": 2, …}' python train.py         agent.main
          │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
          │   OMP_NUM_THREADS (cores / towers)
-         │   forks of it that run train.py, with torch loaded (fork_server.py):
-         ├─ tower 0    terminal as it is
-         └─ tower 1    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
+         │   its forks run train.py, with torch loaded (fork_server.py):
+         ├─ tower 0    writes to the terminal
+         └─ tower 1    stdout discarded, stderr behind "[tower 1]" (console.Relay)
                  RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and RUN_ID, as torchrun sets them; ERROR_FILE
                  and STATUS_RECORD
                  MirroredStrategy() → _join_towers → collectives/connecting.py, connect
 
 The other ways to the same towers:
 
-- ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; it also sets DEVICES.
-- ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 1, "workers": 2,
-  "addresses": […], …}``. The agents meet at the chief's address (``workers.py``); JOB_TOKEN is the user's.
-  ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
-- ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
-- ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
-  with the variables that torchrun would set (``launch.py``).
+- ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start. It also sets DEVICES.
+- ``TF_CONFIG=… python train.py`` on every worker: each process becomes an agent, ``{"towers": 1, "worker": 1,
+  "workers": 2, "addresses": […], …}``. The agents meet at the chief's address (``workers.py``). JOB_TOKEN is the
+  user's. ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
+- ``torchrun`` or ``srun`` start the towers themselves. There is no agent of ``mirrored``.
+- ``mirrored.launch(fn)``: the caller supervises. A fork server that has loaded torch forks the towers, with the
+  variables that torchrun would set (``launch.py``).
 
-``agent.py`` runs torchrun's engine, ``failure_broadcast.py`` tells the other workers, and ``exit_report.py`` says how
-the job ended; where it may start again, ``restarts.py`` runs one attempt after the other. ``attempt.py`` supervises the
-towers, however they were started, and decides when they end. The names of the variables are in :mod:`towers.topology`.
+``agent.py`` runs torchrun's engine, ``failure_broadcast.py`` informs the other workers, and ``exit_report.py`` reports
+how the job ended. If the job may restart, ``restarts.py`` runs one attempt after the other. ``attempt.py`` supervises
+the towers, however they were started, and decides when they end. The names of the variables are in
+:mod:`towers.topology`.
 """

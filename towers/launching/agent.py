@@ -1,16 +1,18 @@
-"""The process that a several-tower program becomes: torchrun's agent, with one terminal and one voice.
+"""The process that a program with several towers becomes: torchrun's agent, with one terminal and one report.
 
-[Note: the agent is torchrun's] Starting, watching and collecting the towers is :mod:`torch.distributed.elastic`'s, the
-engine of ``torchrun``. Plain ``python -m torch.distributed.run`` prints each failure as a banner without its cause,
-exits with 1 whatever the script's exit code was, leaves a temporary directory behind at each start, can silence
-standard output only into files, and meets workers with a time-out that names none of them. What is added here:
+[Note: the agent is torchrun's] :mod:`torch.distributed.elastic`, the engine of ``torchrun``, starts, watches and
+collects the towers. Plain ``python -m torch.distributed.run`` prints each failure as a banner without its cause. It
+exits with 1, whatever the script's exit code was, and leaves a temporary directory behind at each start. It can
+redirect standard output only into files, and its time-out for missing workers names none of them. ``mirrored`` adds:
 
 - how towers end (:mod:`towers.launching.attempt`);
-- the chief's output plain, the other towers silent but for prefixed warnings and errors
+- the chief's output unchanged, and only prefixed warnings and errors of the other towers
   (:mod:`towers.launching.console`);
-- the first exception with its traceback, last which tower failed where, and its exit code (on workers whose towers did
-  not fail, the sentence alone, and 1: :mod:`towers.launching.exit_report`);
-- workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.workers`);
+- the root cause with its traceback, then a last line with the tower and the place of its failure. The failed
+  tower's exit code becomes the job's (on workers without a failed tower: only the last line, and exit code 1;
+  :mod:`towers.launching.exit_report`);
+- workers that wait for each other until a deadline, and report which workers are missing
+  (:mod:`towers.launching.workers`);
 - on request, another start after a failure (:mod:`towers.launching.restarts`).
 """
 
@@ -50,7 +52,7 @@ log = get_logger("towers")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """What the command line of :func:`towers.launching.job.agent_command` runs."""
+    """Runs the command line of :func:`towers.launching.job.agent_command`."""
     try:
         word, *program = arguments
         job = Job.from_json(word)
@@ -60,17 +62,19 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> NoReturn:
-    """Run the towers to their end, see [Note: the agent is torchrun's], and end this process with the job's exit code.
+    """Runs the towers to their end, and ends this process with the job's exit code.
 
-    The exit code is the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
-    ended on a signal; 0 when none failed.
+    See [Note: the agent is torchrun's].
 
-    The interpreter is not finalized: Python would end a thread that returns from a store in C++ just then, as those of
-    :mod:`towers.launching.failure_broadcast` do, by unwinding code that must not throw, and the process would abort
-    ("terminate called without an active exception").
+    The exit code is the first failing tower's. It is 1 if only other workers' towers failed, 75 if all towers have
+    saved and ended on a signal, and 0 if no tower failed.
+
+    The interpreter is not finalized. Otherwise Python would end a thread that returns from a store in C++ at that time,
+    such as those of :mod:`towers.launching.failure_broadcast`, by unwinding code that must not throw. The process would
+    abort ("terminate called without an active exception").
 
     Args:
-        path: ``sys.path`` of a new Python, without the entry for its program; default: this process's.
+        path: ``sys.path`` of a new Python, without the entry for its program. Default: this process's.
     """
     fork_towers(sys.path if path is None else path)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
@@ -92,10 +96,10 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
 
 
 def _set_environment(job: Job) -> None:
-    """What all towers of this machine inherit.
+    """Sets the variables that all towers of this machine inherit.
 
     Raises:
-        CannotStartError: the towers' devices cannot work together so.
+        CannotStartError: the towers' devices cannot work together.
     """
     os.environ[STARTED_BY] = job.started_by
     os.environ[AGENT] = str(os.getpid())
@@ -111,14 +115,14 @@ def _set_environment(job: Job) -> None:
 
         tpu.set_environment(job.towers, job.worker, job.workers)
     if not log.isEnabledFor(logging.DEBUG):
-        # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
+        # mirrored's report replaces torch's own report of a failure (dozens of lines, without the cause).
         logging.disable(logging.CRITICAL)
 
 
 def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
-    """Run the towers; returns the exit code and the text that is printed last.
+    """Runs the towers, and returns the exit code and the message that is printed last.
 
-    On return, all that towers have printed has been passed on.
+    When it returns, all output of the towers has been printed.
     """
     token = os.environ.get(JOB_TOKEN, "")
     with console.Relay() as relay:
@@ -139,7 +143,7 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
 def _run_attempt(
     program: Sequence[str], relay: console.Relay, job: Job, attempt: Attempt, rendezvous: Rendezvous
 ) -> tuple[int, str]:
-    # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
+    # torchrun replaces ${local_rank} and similar words; the script must receive its arguments as they were typed.
     words = tuple(word.replace("$", "$$") for word in program[1:])
     spec = WorkerSpec(
         role="tower",
@@ -157,14 +161,16 @@ def _run_attempt(
 
 
 class TowerLogs(LogsSpecs):
-    """The first tower of the machine keeps the terminal; the others are silent but for prefixed errors.
+    """The destinations of the towers' output.
+
+    The machine's first tower keeps the terminal. For the other towers, only prefixed errors are printed.
 
     Args:
-        relay: carries the other towers' standard error.
+        relay: prints the other towers' standard error, with a prefix.
         attempt: the towers that are started.
-        rendezvous: knows the attempt's number on all workers.
-        log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers; None: no files. Those of
-            later attempts have the attempt's number in their names.
+        rendezvous: has the attempt's number on all workers.
+        log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers. None: no files. The files
+            of later attempts have the attempt's number in their names.
     """
 
     def __init__(self, relay: console.Relay, attempt: Attempt, rendezvous: Rendezvous, log_dir: str | None) -> None:
@@ -176,11 +182,11 @@ class TowerLogs(LogsSpecs):
         return self._root_log_dir or os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name every stream's destination, for the towers with these environments (by local index)."""
+        """Returns every stream's destination, for the towers with these environments (by local index)."""
         folder = pathlib.Path(self._root_log_dir) if self._root_log_dir else None
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-        stdouts, stderrs = {0: ""}, {0: ""}  # as they are: the terminal
+        stdouts, stderrs = {0: ""}, {0: ""}  # unchanged: the terminal
         number = self._rendezvous.attempt
         for local, variables in envs.items():
             tower = int(variables["RANK"])
@@ -190,12 +196,12 @@ class TowerLogs(LogsSpecs):
                 stdouts[local] = str(folder / f"{name}.out") if folder else os.devnull
                 copy = folder / f"{name}.err" if folder else None
                 stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
-        # Torch would end with an error where a report is none.
+        # Torch would end with an error if a report had another form.
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=dict.fromkeys(envs, ""))
 
 
 class Supervisor(LocalElasticAgent):
-    """Runs one attempt's towers of one worker, by the methods that torch's documentation leaves to subclasses.
+    """Runs one attempt's towers of one worker, through the methods that torch's documentation leaves to subclasses.
 
     Args:
         spec, logs: arguments of torchrun's agent.
@@ -206,10 +212,10 @@ class Supervisor(LocalElasticAgent):
         self._attempt = attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Signals that this process was started to ignore (nohup), and goes on to.
+        # Signals that this process ignored from its start (nohup), and continues to ignore.
         ignored = {number for number in _FORWARDED | {signal.SIGQUIT} if signal.getsignal(number) == signal.SIG_IGN}
         started: dict[int, int] = super()._start_workers(worker_group)
-        # torch has installed handlers meanwhile, for all of these: they end the towers at once.
+        # The call above has installed torch's handlers for all of these, which end the towers at once.
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
         self._attempt.processes = {worker_group.workers[local].global_rank: started[local] for local in started}
@@ -220,16 +226,16 @@ class Supervisor(LocalElasticAgent):
         return started
 
     def _suspend(self, _number: int, _frame: object) -> None:
-        """When this agent is suspended (Ctrl-Z), suspend its towers; when it goes on, let them go on.
+        """Suspends the towers when this agent is suspended (Ctrl-Z), and continues them when it continues.
 
-        torchrun's agent gives every tower a session of its own, which the terminal's stop signal does not reach.
+        torchrun's agent gives every tower its own session, which the terminal's stop signal does not reach.
         """
         if self._attempt.living():
             self._attempt.send(signal.SIGSTOP, groups=True)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         try:
             os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
-        finally:  # another signal may have come with the one that continues
+        finally:  # another signal may have arrived with the one that continues
             signal.signal(signal.SIGTSTP, self._suspend)
             if self._attempt.living():
                 self._attempt.send(signal.SIGCONT, groups=True)
@@ -237,11 +243,11 @@ class Supervisor(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._attempt.wait()
         self._attempt.end()
-        result: RunResult = super()._monitor_workers(worker_group)  # all of them have ended
+        result: RunResult = super()._monitor_workers(worker_group)  # all towers have ended
         return result
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: :mod:`towers.launching.exit_report` waits for the other workers."""
+        """Does nothing, because :mod:`towers.launching.exit_report` waits for the other workers."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self._attempt.living():
@@ -250,12 +256,12 @@ class Supervisor(LocalElasticAgent):
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
-    """Handles a signal to this process while there are no towers, as torch's agent does while there are."""
+    """Handles a signal to this process while there are no towers, as torch's agent does while there are towers."""
     raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
 
 def _die_by(number: int) -> NoReturn:
-    """End by the signal that ended the job, so that the shell sees what it would see of one process."""
+    """Ends this process by the signal that ended the job, so that the shell reports the same as for one process."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)

@@ -1,21 +1,20 @@
-"""One attempt at a job: the towers that one process has started, what they leave in files, and how they end.
+"""One attempt at a job: the towers that one process has started, the files that they leave, and how they end.
 
-[Note: how towers end is ours] The agent, ``launch`` and ``mirrored cluster`` start processes in ways of their own, and
-supervise them in one way. :mod:`torch.distributed.elastic`, which the agent's towers come from, ends the others as soon
-as one has failed, kills them at the first signal, waits 30 seconds for those that handle SIGTERM or are stopped, and
-takes exit code 75 of one tower for a failure. Here
+[Note: how towers end is ours] The agent, ``launch`` and ``mirrored cluster`` start processes in different ways, but
+supervise them in one way. The agent's towers are started by :mod:`torch.distributed.elastic`. Left to itself, it ends
+the other towers as soon as one has failed, and kills them at the first signal. It waits 30 seconds for towers that
+handle SIGTERM or are stopped, and treats exit code 75 of one tower as a failure. Here
 
-- the first SIGTERM, SIGINT or SIGHUP is forwarded to the towers alone, not to processes that they have started: a tower
-  whose data loader dies could not end its step. Towers that handle it go on until they have saved; one that dies of it
-  takes the others along. A second one ends all at once.
-- A tower that ends with :data:`towers.health.failure.EXIT_PREEMPTED` has agreed on it with the others, which get the
-  time to.
+- The first SIGTERM, SIGINT or SIGHUP is forwarded only to the towers, not to processes that they have started: a tower
+  whose data loader dies could not finish its step. Towers that handle the signal continue until they have saved. If a
+  tower dies of the signal, the others are ended, too. A second signal ends all towers at once.
+- A tower that ends with :data:`towers.health.failure.EXIT_PREEMPTED` has agreed on it with the other towers, which get
+  time to do the same.
 - A failure on another worker ends the towers of this one.
 - A tower that is writing a checkpoint when the job fails gets :data:`towers.health.failure.SAVING_SECONDS` for it.
-- After that the others are asked to end, and killed :data:`LAST_WORDS` seconds later.
+- After that, the remaining towers receive a signal to end, and are killed :data:`LAST_WORDS` seconds later.
 
-The exit codes of towers are read without collecting them (``waitid``, ``WNOWAIT``), so torch still finds all it
-expects.
+The exit codes of towers are read without collecting them (``waitid``, ``WNOWAIT``), so torch can still collect them.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from towers.system.timeouts import Deadline, wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
 
 LAST_WORDS = 1.5
-"""Seconds between asking a tower to end and killing it."""
+"""Seconds between the signal that ends a tower and SIGKILL."""
 
-_TOGETHER = 5.0  # seconds in which towers that were preempted end, after the first of them
+_TOGETHER = 5.0  # seconds for preempted towers to end, after the first of them
 
 
 class Broadcast:
-    """What the workers of a job tell each other of its end. One worker alone tells nobody, as here.
+    """The messages between the workers of a job about its end. This base class, for a single worker, sends none.
 
     Attributes:
         received: the failure that was published first, once it has been received.
@@ -56,51 +55,54 @@ class Broadcast:
     received: str | None = None
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
-        """Listen from now on.
+        """Listens from now on.
 
         Args:
             store: the agents' own, of this attempt.
-            worker, workers: this one, and how many there are.
+            worker, workers: the index of this worker, and the number of workers.
         """
 
     def first_failure(self, sentence: str | None) -> str | None:
-        """What was published first of all, by this worker or another one.
+        """Returns the failure that was published first, by this worker or another one.
 
         Args:
-            sentence: tells the others what has failed here; None: only what another worker brought about.
+            sentence: describes this worker's failure to the others. None: this worker has failed only because of
+                another one.
         """
         return sentence
 
     def await_ends(self, sentence: str, seconds: float) -> None:
-        """Wait until the towers of all workers have ended well, or something has failed.
+        """Waits until the towers of all workers have ended well, or something has failed.
 
         Args:
-            sentence: tells the others that the towers of this worker have, and what the first of them did last.
+            sentence: reports to the others that this worker's towers have ended well, and the last position of the
+                first.
         """
 
     def leave(self) -> None:
-        """Where this worker serves the store, wait for a moment until all know how the job has ended."""
+        """Waits briefly until all workers have read how the job has ended, if this worker serves the store."""
 
 
 class Attempt:
     """Towers that run together, from their start to their end; see [Note: how towers end is ours].
 
-    Each attempt at a job has a number, a directory and keys of the agents' store: it finds nothing of another one.
+    Each attempt at a job has its own number, directory and keys of the agents' store. It finds no data of another
+    attempt.
 
     Attributes:
-        directory: with the towers' reports and status records.
-        broadcast: what the workers tell each other.
+        directory: contains the towers' reports and status records.
+        broadcast: the messages between the workers.
         processes: ids of the towers' processes, by index of the tower.
-        endings: exit codes of the towers that ended by themselves, by index; negative: the signal they died of. Those
-            that :meth:`end` kills are not in it.
-        forwarded: the signal that this process was sent and has forwarded, if there was one.
+        endings: exit codes of the towers that ended by themselves, by index. A negative code is the signal that ended
+            the tower. Towers that :meth:`end` kills are not included.
+        forwarded: the signal that this process has received and forwarded, or None.
 
     Args:
         directory: private to the process that starts the towers.
         number: counts the attempts at the job.
-        broadcast: to the other workers, if there are any.
-        grace: seconds that the others get to end by themselves, once one has failed.
-        groups: whether every tower has a process group of its own, which signals can reach.
+        broadcast: sends messages to the other workers, if there are any.
+        grace: seconds for the other towers to end by themselves, after one has failed.
+        groups: whether every tower has its own process group, which signals can reach.
     """
 
     def __init__(
@@ -121,21 +123,21 @@ class Attempt:
         self._grace, self._groups = grace, groups
 
     def file_variables(self, tower: int) -> dict[str, str]:
-        """Environment variables with the files that a tower writes for this process."""
+        """Returns environment variables with the files that a tower writes for this process."""
         files = {ERROR_FILE: report_path(self.directory, tower), STATUS_RECORD: record_path(self.directory, tower)}
         return {name: str(path) for name, path in files.items()}
 
     def report_of(self, tower: int) -> FailureReport | None:
-        """Why a tower says that it has failed; None where it says nothing."""
+        """Returns the failure report that a tower has written, or None if there is none."""
         return FailureReport.read(report_path(self.directory, tower))
 
     def status_of(self, tower: int) -> Status | None:
-        """What a tower does, or did last; None before its strategy was made."""
+        """Returns a tower's current or last status, or None before its strategy was created."""
         record = StatusRecord.find(self.directory, tower)
         return None if record is None else record.read()
 
     def exit_code_of(self, tower: int) -> int | None:
-        """How a tower has ended, without collecting its process; None while it lives."""
+        """Returns a tower's exit code, without collecting its process, or None while it runs."""
         try:
             ending = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # torch has collected it
@@ -145,11 +147,11 @@ class Attempt:
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
 
     def living(self) -> list[int]:
-        """The towers whose processes still run."""
+        """Returns the towers whose processes still run."""
         return [tower for tower in self.processes if self.exit_code_of(tower) is None]
 
     def note_endings(self) -> bool:
-        """Keep the exit codes of towers that have ended by themselves by now; whether all have."""
+        """Stores the exit codes of towers that have ended by themselves, and returns whether all towers have ended."""
         for tower in self.processes:
             if tower not in self.endings and (code := self.exit_code_of(tower)) is not None:
                 self.endings[tower] = code
@@ -157,7 +159,7 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a tower has ended by itself with another code than 0 and :data:`EXIT_PREEMPTED`."""
+        """Whether a tower has ended by itself with an exit code other than 0 and :data:`EXIT_PREEMPTED`."""
         return not set(self.endings.values()) <= {0, EXIT_PREEMPTED}
 
     @property
@@ -167,15 +169,16 @@ class Attempt:
 
     @property
     def died_of_forwarded(self) -> signal.Signals | None:
-        """The forwarded signal, if a tower has died of it, or has ended with a shell's exit code for that."""
+        """The forwarded signal, if a tower has died of it, or ended with a shell's exit code for it; otherwise None."""
         number = self.forwarded
         return number if number is not None and {-number, 128 + number} & set(self.endings.values()) else None
 
     def send(self, number: int, *, groups: bool = False) -> None:
-        """Send a signal to the towers that live.
+        """Sends a signal to the towers that run.
 
         Args:
-            groups: also to all that they and those that have ended have started, where towers have process groups.
+            groups: sends it also to all processes that running and ended towers have started, if towers have process
+                groups.
         """
         groups = groups and self._groups
         for tower in self.processes if groups else self.living():
@@ -183,10 +186,10 @@ class Attempt:
                 (os.killpg if groups else os.kill)(self.processes[tower], number)
 
     def forward(self, numbers: Iterable[int]) -> Callable[[], None]:
-        """Forward the first of these signals to the towers that live; after it all are handled as before.
+        """Forwards the first of these signals to the running towers. After it, these signals are handled as before.
 
         Returns:
-            a function after which they are in any case.
+            A function that restores the previous handlers in any case.
         """
         before = {number: signal.getsignal(number) for number in numbers}
 
@@ -209,9 +212,9 @@ class Attempt:
         return restore
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Return as soon as a tower has failed or another worker's failure has come, or all have ended.
+        """Waits until a tower has failed, another worker's failure has arrived, or all towers have ended.
 
-        After a failure ``grace`` goes by first; the agent's is 0.
+        After a failure, it waits up to ``grace`` seconds more for the other towers; the agent's ``grace`` is 0.
         """
         deadline = Deadline(seconds)
         wait_until(self._is_over, seconds)
@@ -219,26 +222,26 @@ class Attempt:
             wait_until(lambda: self.note_endings() or self.failed, self._grace or _TOGETHER)
             return
         number = self.died_of_forwarded
-        grace = self._grace if number is None else LAST_WORDS  # all have been sent it, and need no other signal
+        grace = self._grace if number is None else LAST_WORDS  # all towers have received it, and need no other signal
         wait_until(self.note_endings, min(grace, deadline.remaining()))
         if number is not None and self._groups:
-            self.send(number, groups=True)  # for what those that have ended had started
+            self.send(number, groups=True)  # for processes that ended towers had started
 
     def _is_over(self) -> bool:
         return self.note_endings() or any(self.endings.values()) or bool(self.broadcast.received)
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
-        """End the towers that live, and the processes that failed towers have started.
+        """Ends the towers that run, and the processes that failed towers have started.
 
         Args:
-            number: the signal that asks them to.
-            save: give those that are writing a checkpoint the time to.
+            number: the first signal; SIGKILL follows.
+            save: whether towers that are writing a checkpoint get time to finish it.
         """
         if save:
             self._let_save()
         if not self.failed and not self.living():
             return
-        for numbers in ((number, signal.SIGCONT), (signal.SIGKILL,)):  # a stopped process hears it when it goes on
+        for numbers in ((number, signal.SIGCONT), (signal.SIGKILL,)):  # a stopped process handles it when it continues
             for each in numbers:
                 self.send(each, groups=True)
             wait_until(lambda: not self.living(), LAST_WORDS)
@@ -256,6 +259,6 @@ class Attempt:
 
 
 def unhandled(*numbers: int) -> list[int]:
-    """Those of these signals that have Python's handler, or none; none of them outside of the main thread."""
+    """Returns those of these signals that have Python's handler or the default; none outside of the main thread."""
     in_main_thread, default = threading.current_thread() is threading.main_thread(), signal.default_int_handler
     return [each for each in numbers if in_main_thread and signal.getsignal(each) in (signal.SIG_DFL, default)]

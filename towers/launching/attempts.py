@@ -1,15 +1,15 @@
-"""Attempts at a job of several workers: the chief begins each, with all workers or some, and the others follow it.
+"""Attempts at a job of several workers: the chief starts each, with all workers or some, and the others follow it.
 
-[Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves
-for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
-those that have come in time, and the others ask to join where more towers could train with those that wait; without, it
-takes all, and the handshake waits for them.
+[Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves for all
+workers. The others repeatedly write into the store for which attempt they wait. With ``min_towers``, the chief takes
+the workers that have joined in time. The others request to join if more towers could train together with the waiting
+workers. Without ``min_towers``, the chief takes all workers, and the handshake waits for them.
 
-The chief learns at once of an agent that is killed, and soon of a host that it cannot reach, and begins the next
-attempt; the others learn the same of the chief, and wait for the next attempt (:mod:`towers.launching.lifelines`). An
-agent that a scheduler has started in place of one of which the chief has not learned finds that its worker takes
-part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where the chief's
-was killed, a new store listens at its address, and the others find the first attempt of it there.
+The chief detects a killed agent at once, and a host that it cannot reach soon, and starts the next attempt. The others
+detect the same of the chief, and wait for the next attempt (:mod:`towers.launching.lifelines`). A scheduler may have
+started a new agent in place of one whose end the chief has not detected. The new agent finds that its worker already
+takes part in an attempt. It requests the next one, which ends the present attempt on all workers. If the chief's agent
+was killed, a new store listens at its address, and the others find its first attempt there.
 
 [Note: jobs that are ending] A scheduler that restarts all workers starts some of them while the chief of the earlier
 job still serves its store. An agent that has taken part in no attempt, and has not seen the job before its end, waits
@@ -34,19 +34,19 @@ from towers.system.text import printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 
 _ATTEMPT, _LIFELINES, _PRESENT = "towers/attempt", "towers/lifelines", "towers/present"
-"""Keys: of the present attempt; of the port for lifelines; of workers that wait, with their index."""
+"""Keys: of the present attempt; of the port for keepalive connections; of workers that wait, with their index."""
 
 _PAUSE, _READ_SECONDS = 0.1, 10.0
 
 
 def _waits(store: SignedStore, worker: int, after: int) -> str | None:
-    """The name of a worker's lifeline, if it waits for an attempt after this one; else None."""
+    """Returns the name of a worker's keepalive connection if it waits for an attempt after ``after``, or None."""
     message = store.read(f"{_PRESENT}{worker}")
     return message["lifeline"] if message is not None and int(message["after"]) >= after else None
 
 
 class JobEndedError(StartupError):
-    """The chief begins no attempt any more.
+    """The chief starts no further attempt.
 
     Attributes:
         code: the exit code of the job.
@@ -58,15 +58,15 @@ class JobEndedError(StartupError):
 
 
 class ChiefRendezvous(WorkersRendezvous):
-    """Begins each attempt, see [Note: members]."""
+    """Starts each attempt, see [Note: members]."""
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._lifelines: Lifelines | None = None
-        self._gone: set[str] = set()  # lifelines that had ended when the present attempt began
+        self._gone: set[str] = set()  # keepalive connections that had ended when the present attempt started
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next attempt, and meet its workers; begin another one where one of them is lost meanwhile.
+        """Starts the next attempt, and meets its workers. If one of them is lost, it starts another attempt.
 
         Raises:
             StartupError, HandshakeError: see :meth:`WorkersRendezvous.next_rendezvous`.
@@ -86,10 +86,10 @@ class ChiefRendezvous(WorkersRendezvous):
                 print(f"mirrored: {error}", file=sys.stderr, flush=True)
 
     def _begin(self, tcp: TCPStore, deadline: Deadline) -> None:
-        """Write the next attempt into the store.
+        """Writes the next attempt into the store.
 
         Raises:
-            StartupError: too few workers have come.
+            StartupError: too few workers have joined.
         """
         job = self._job
         if self._lifelines is None:
@@ -113,7 +113,7 @@ class ChiefRendezvous(WorkersRendezvous):
         self._say(tcp, {"members": self.members})
 
     def _present(self, tcp: TCPStore) -> list[int]:
-        """This worker, and those that wait for another attempt than the present one and those before."""
+        """Returns the indices of this worker and of the workers that wait for an attempt after the present one."""
         lost, signed = (None, *self._lost_lifelines()), SignedStore(tcp, self._token)
         return [0, *(each for each in range(1, self._job.workers) if _waits(signed, each, self.attempt) not in lost)]
 
@@ -128,20 +128,20 @@ class ChiefRendezvous(WorkersRendezvous):
         return self._lifelines.lost() if self._lifelines is not None else {}
 
     def _lifelines_of_members(self, tcp: TCPStore) -> dict[int, str | None]:
-        """The names of the lifelines of the present attempt's workers; None of those that have not come."""
+        """Returns the names of the present attempt's keepalive connections; None for workers that have not joined."""
         signed, waiting = (SignedStore(store, self._token) for store in (self._agents_store(tcp), tcp))
         names: dict[int, str | None] = {}
         for place, worker in enumerate(self.members):
-            claim = signed.read(f"worker/{place}")  # another agent may wait for this one's place meanwhile
+            claim = signed.read(f"worker/{place}")  # another agent may already wait for the place of this one
             names[worker] = claim.get("lifeline") if claim else _waits(waiting, worker, self.attempt - 1)
         return names
 
     def end(self, text: str, code: int, *, given_up: bool) -> None:
-        """The job ends: tell the workers that wait for another attempt, and wait until they know.
+        """Ends the job: informs the workers that wait for another attempt, and waits until they have read it.
 
         Args:
-            text, code: how.
-            given_up: those of this attempt will wait, too.
+            text, code: the reason and the exit code.
+            given_up: whether the workers of this attempt will wait for another attempt, too.
         """
         if (tcp := self._tcp) is not None:
 
@@ -165,12 +165,12 @@ class FollowerRendezvous(WorkersRendezvous):
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
-        self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
+        self._followed: Message | None = None  # the chief's message on the present attempt, with a nonce
         self._lifeline: Lifeline | None = None
-        self._has_met = False  # the workers of an attempt
+        self._has_met = False  # whether this worker has met the workers of an attempt
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the workers of the chief's next attempt.
+        """Meets the workers of the chief's next attempt.
 
         Raises:
             JobEndedError: the chief has given up, or the job has ended without this worker.
@@ -188,11 +188,11 @@ class FollowerRendezvous(WorkersRendezvous):
                 return info
 
     def _follow(self, deadline: Deadline) -> TCPStore:
-        """Wait for an attempt that this worker has no part in yet; returns the chief's store.
+        """Waits for an attempt in which this worker has not taken part yet, and returns the chief's store.
 
         Raises:
             JobEndedError: the chief has given up, or the job has ended.
-            StartupError: the chief has ended the job, does not answer, or did not come back in time.
+            StartupError: the chief has ended the job, does not answer, or did not rejoin in time.
         """
         while True:
             if not self.lost() and self._lifeline is not None and self._lifeline.has_ended:
@@ -205,15 +205,15 @@ class FollowerRendezvous(WorkersRendezvous):
                 return tcp
             except TowersError:
                 raise
-            except RuntimeError:  # of torch's store: the chief has ended, and another one may take its place
+            except RuntimeError:  # of torch's store: the chief has ended, and another chief may take its place
                 deadline.restart()
 
     def _await_attempt(self, tcp: TCPStore) -> None:
         job, signed, asks, has_seen_job = self._job, SignedStore(tcp, self._token), False, self._has_met
         while True:
             has_begun = self.attempt < 0 and tcp.check(["workers/0/worker/0"])
-            message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
-            if message is None and has_begun:  # by a chief without restarts, which the handshake refuses
+            message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the port first
+            if message is None and has_begun:  # by a chief without restarts; the handshake refuses it
                 message = {"number": 0, "members": self.members}
             if port is not None and (self._lifeline is None or self._lifeline.port != port["port"] or self.lost()):
                 self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)

@@ -1,7 +1,7 @@
-"""Many towers, one terminal: the chief's output plain, the others' warnings and errors with their name.
+"""Many towers on one terminal: the chief's output unchanged, the others' warnings and errors with the tower's name.
 
-Towers write into named pipes. A :class:`Relay` in the process that started them reads the pipes and prints. Nothing is
-kept on disk unless asked for.
+Towers write into named pipes. A :class:`Relay` in the process that started them reads the pipes and prints. No output
+is stored on disk unless a copy is requested.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PREFIX = "towers-job-"
 
 
 def standard(stream: str) -> Sink:
-    """A sink that writes to ``sys.stdout`` or ``sys.stderr`` as it is at that moment (notebooks replace it).
+    """Returns a sink that writes to ``sys.stdout`` or ``sys.stderr`` as it is at that moment (notebooks replace it).
 
-    Where that fails (nobody reads our output any more) it writes no more.
+    After a write has failed (no process reads the output any more), the sink writes nothing.
     """
     failed = False
 
@@ -47,17 +47,17 @@ def standard(stream: str) -> Sink:
 
 
 def leave_terminal() -> None:
-    """Discard output to a terminal that is gone, so that printing does not end this process."""
+    """Discards output to a terminal that has closed, so that printing does not end this process."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty() says no of a terminal that is gone
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty() returns False for a closed terminal
                 os.dup2(nowhere, stream)
     os.close(nowhere)
 
 
 def print_while_terminal_lasts(*args: Any, **kwargs: Any) -> None:
-    """``print`` that survives the end of the terminal, before SIGHUP tells of it."""
+    """Prints like ``print``, even if the terminal has closed and SIGHUP has not arrived yet."""
     try:
         print(*args, **kwargs)
     except OSError as error:
@@ -66,14 +66,14 @@ def print_while_terminal_lasts(*args: Any, **kwargs: Any) -> None:
         leave_terminal()
 
 
-_LONGEST = 65536  # characters of a line that is kept until its end comes
+_LONGEST = 65536  # characters of a line that is kept until its end arrives
 
 
 def prefixed_lines(prefix: str, sink: Sink) -> Sink:
-    """A sink that prints complete lines behind a prefix; very long ones in pieces. An empty text ends the last line.
+    """Returns a sink that prints lines behind a prefix, very long lines in pieces. An empty text ends the last line.
 
-    What was drawn over, and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``), is left out: N
-    towers' bars on one terminal are unreadable, and the chief's own shows.
+    Overwritten text and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``) are left out: the bars of N
+    towers on one terminal are unreadable, and the chief's own bar is visible.
     """
     unfinished = ""
 
@@ -90,24 +90,24 @@ def prefixed_lines(prefix: str, sink: Sink) -> Sink:
 
 
 def _undrawn(line: str) -> str | None:
-    """A line without the progress bar in it; None where it is only a bar."""
+    """Returns a line without the progress bar in it, or None if the line is only a progress bar."""
     *drawn_over, last = line.split("\r")
     return None if drawn_over and (not last or last.rstrip().endswith("]")) else last
 
 
 class _Pipe:
-    """One named pipe, the sink of what is written into it, and a copy on disk if wanted."""
+    """One named pipe, the sink of its contents, and a copy on disk if requested."""
 
     def __init__(self, path: pathlib.Path, sink: Sink, copy: pathlib.Path | None) -> None:
         os.mkfifo(path, 0o600)
-        # A writer, too: without one the reader would see the end of the file between two writers.
+        # Opened for writing, too: otherwise the reader would see the end of the file between two writers.
         self.reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._sink = sink
         self._copy: BinaryIO | None = copy.open("wb", buffering=0) if copy else None
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def drain(self) -> None:
-        """Pass on all that is in the pipe: a full one would stop the tower."""
+        """Passes on all data in the pipe, because a full pipe would block the tower."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.reader, 65536):
                 try:
@@ -127,10 +127,10 @@ class _Pipe:
 
 
 class Relay:
-    """Reads the towers' pipes in a thread and prints what comes.
+    """Reads the towers' pipes in a thread and prints their contents. It is a context manager.
 
-    Use as a context manager. ``directory`` is a private temporary directory that exists as long as the relay; the pipes
-    are in it.
+    Attributes:
+        directory: a private temporary directory that contains the pipes, and exists as long as the relay.
     """
 
     def __init__(self) -> None:
@@ -138,10 +138,10 @@ class Relay:
         made = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
         self._lock = os.open(made, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.directory = made.rename(made.with_name(made.name[1:]))  # from now on others would see that nobody holds it
+        self.directory = made.rename(made.with_name(made.name[1:]))  # an unlocked one counts as left over
         self._pipes: list[_Pipe] = []
         self._stop_reader, self._stop_writer = os.pipe()
-        self._selector = selectors.DefaultSelector()  # takes pipes, too, while the thread waits for it
+        self._selector = selectors.DefaultSelector()  # accepts new pipes while the thread waits for it
         self._selector.register(self._stop_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="towers-console", daemon=True)
 
@@ -150,7 +150,7 @@ class Relay:
         return self
 
     def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
-        """Make a pipe and return its path; what is written into it goes to ``sink`` (and to file ``copy``)."""
+        """Creates a pipe and returns its path. Data written to it is passed to ``sink`` (and to the file ``copy``)."""
         path = self.directory / f"{len(self._pipes)} {name}"
         pipe = _Pipe(path, sink, copy)
         self._pipes.append(pipe)
@@ -158,7 +158,7 @@ class Relay:
         return str(path)
 
     def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
-        """A pipe whose lines go to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""
+        """Returns a pipe whose lines are written to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""
         return self.pipe(f"{stream} {name}", prefixed_lines(f"[{name}] ", standard(stream)), copy)
 
     def _run(self) -> None:
@@ -181,7 +181,7 @@ class Relay:
 
 
 def _remove_leftovers() -> None:
-    """Remove the directories of relays that were killed: no process holds them."""
+    """Removes the directories of relays that were killed; no process holds their locks."""
     for directory in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

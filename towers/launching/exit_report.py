@@ -1,4 +1,4 @@
-"""How a job ended, as its agent says it: the exit code, and the text that is printed last."""
+"""The agent's report of how a job ended: the exit code, and the message that is printed last."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from towers.launching.attempt import Attempt
 from towers.launching.job import Job
 from towers.system.log import get_logger
 
-_OTHER_WORKERS = 300.0  # seconds in which the other workers end, after this one
-_OTHERS_TOGETHER = 15.0  # the same where the towers of this one were preempted
+_OTHER_WORKERS = 300.0  # seconds to wait for the other workers to end, after this one
+_OTHERS_TOGETHER = 15.0  # the same if this worker's towers were preempted
 
 log = get_logger("towers")
 
 
 def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
-    """How the job ended. Where the towers of this worker ended well, those of the others are waited for.
+    """Returns how the job ended. If this worker's towers ended well, it first waits for those of the other workers.
 
     Returns:
-        The exit code, negative for the signal that ended the job, and the text that is printed last.
+        The exit code, negative for the signal that ended the job, and the message that is printed last.
     """
     if attempt.died_of_forwarded is not None:
         return -attempt.died_of_forwarded, ""
@@ -59,7 +59,7 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
         sentence = f"{name} ended with exit code {code} {status}{alone}"
     lines.append(f"mirrored: {sentence}")
     is_consequence = report is not None and report.consequence
-    # Towers that only report that another one is gone are not the first failure, but one that ended well may be.
+    # A tower that only reports the loss of another is not the root cause, but a tower that ended well may be.
     cause = attempt.broadcast.first_failure(_first_good_end(job, attempt) if is_consequence else sentence)
     if cause not in (None, sentence):
         lines.append(f"mirrored: root cause: {cause}")
@@ -67,7 +67,7 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
 
 
 def _first_good_end(job: Job, attempt: Attempt) -> str | None:
-    """A sentence on the first tower that ended without a failure, and what it did last; None where all failed."""
+    """Returns a sentence on the first tower that ended without a failure, and its last status; None if all failed."""
     for tower, code in attempt.endings.items():
         if code in (0, EXIT_PREEMPTED):
             status = attempt.status_of(tower)
@@ -80,12 +80,12 @@ def _first_good_end(job: Job, attempt: Attempt) -> str | None:
 
 
 def _name(job: Job, tower: int) -> str:
-    """The tower's name, with its worker if there are several."""
+    """Returns the tower's name, with its worker if there are several."""
     host = f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
     return f"tower {tower}{host}"
 
 
 def _status(attempt: Attempt, tower: int) -> str:
-    """What a tower did last, as part of a sentence."""
+    """Returns a tower's last status, as part of a sentence."""
     status = attempt.status_of(tower)
     return "before its strategy was made" if status is None else str(status)

@@ -1,14 +1,14 @@
-"""Messages between the agents of several workers: which tower of the job failed first, and whose towers have ended.
+"""Messages between the agents of several workers: which tower of the job failed first, and which workers have ended.
 
-[Note: failures of other workers] The first failure goes to all workers through the agents' store. An agent whose towers
-have not failed ends them, and one whose towers have only lost a peer says whose failure was first. An agent whose
-towers have ended well publishes that and waits for the others: when a tower that ended early turns out to be the cause,
-its worker fails with the rest.
+[Note: failures of other workers] The first failure is sent to all workers through the agents' store. An agent whose
+towers have not failed ends them. An agent whose towers have only lost a peer reports which failure was first. An agent
+whose towers have ended well publishes that and waits for the others. If a tower that ended early turns out to be the
+cause, its worker fails with the rest.
 
-[Note: a worker that is started again] An agent may find that its worker takes part in the job already. If the towers of
-that worker have ended well, the job is ending, and the new agent waits for the next one. Otherwise it asks the worker's
-other agent for an answer. If none arrives, the other agent was killed, and the new one publishes that its worker was
-started again: a failure like others.
+[Note: a worker that is started again] An agent may find that its worker already takes part in the job. If the towers of
+that worker have ended well, the job is ending, and the new agent waits for the next one. Otherwise it queries the
+worker's other agent. If no answer arrives, the other agent was killed. The new agent then publishes that its worker was
+started again, which is handled like other failures.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from towers.system.timeouts import clock, in_time, wait_until
 
 _PREFIX = "towers/failures"
 _FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES, _JOINS = "failure", "ended", "known", "asked", "lives", "joins"
-_ANSWER_SECONDS = 5.0  # in which the living agent of a worker answers another one
+_ANSWER_SECONDS = 5.0  # the time in which a worker's running agent answers another one
 _INTERVAL = 0.5  # seconds between two reads, at most
-_INTERVAL_PER_WORKER = 0.05  # the same for each worker of the job: up to ten workers read twenty times a second in all
-_SECONDS = 1.5  # for the store to answer, and for the others to read what is published
+_INTERVAL_PER_WORKER = 0.05  # the same per worker of the job: up to ten workers together read twenty times a second
+_SECONDS = 1.5  # for the store to answer, and for the others to read a published message
 
 T = TypeVar("T")
 
 
 def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
-    """End an attempt in which a worker takes part whose agent was killed, see [Note: a worker that is started again].
+    """Ends an attempt that includes a worker whose agent was killed, see [Note: a worker that is started again].
 
     Args:
         store: of the attempt.
-        place, worker: its index among the workers of the attempt, and among those of the job.
+        place, worker: the worker's index among the workers of the attempt, and among those of the job.
 
     Returns:
         Whether the job continues. Otherwise the worker's towers have ended well, so the job is ending.
 
     Raises:
-        HandshakeError: the worker's agent lives.
+        HandshakeError: the worker's other agent runs.
     """
     signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
     signed.write(f"{_ASKED}{place}", {})
@@ -67,7 +67,7 @@ def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
 
 
 def ask_to_join(store: Store, token: str, worker: int) -> None:
-    """Ask for another attempt, in which a worker takes part that was not there for this one.
+    """Requests another attempt that includes a worker which was absent when this one started.
 
     Args:
         store: of this attempt.
@@ -76,25 +76,25 @@ def ask_to_join(store: Store, token: str, worker: int) -> None:
 
 
 class FailureBroadcast(Broadcast):
-    """One worker's side of it, see [Note: failures of other workers]. With one worker there are no others.
+    """One worker's side of the messages, see [Note: failures of other workers].
 
     Args:
         token: the job's.
-        joinable: whether workers may join later, so that one worker alone listens, too.
+        joinable: whether workers may join later. If so, a single worker listens, too.
 
     Attributes:
-        joins: whether one has asked to.
+        joins: whether a worker has requested to join.
     """
 
     def __init__(self, token: str, joinable: bool = False) -> None:
         self.joins = False
         self._joinable, self._token = joinable, token
-        self._store: Future[SignedStore] | None = None  # a connection of its own
+        self._store: Future[SignedStore] | None = None  # its own connection
         self._worker, self._workers = 0, 1
-        self._knows = False  # how the job has ended, as the others are to know, too
+        self._knows = False  # whether it has read how the job ended, and the others should read it, too
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
-        """In a thread: a store whose host is gone may not answer."""
+        """Listens in a thread, because a store whose host is gone may not answer."""
         if store is None or (workers == 1 and not self._joinable):
             return
         self._store = connected = Future[SignedStore]()
@@ -116,21 +116,24 @@ class FailureBroadcast(Broadcast):
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
     def _acknowledge(self, store: SignedStore) -> None:
-        """Tell worker 0, perhaps again, that this worker knows how the job has ended."""
+        """Reports to worker 0, possibly again, that this worker has read how the job has ended."""
         store.write(f"{_KNOWN}{self._worker}", {})
         self._knows = True
 
     def _ask(self, call: Callable[[SignedStore], T]) -> T | None:
-        """The store's answer; None where there is no store, or it does not answer in time."""
+        """Returns the store's answer, or None if there is no store or it does not answer in time."""
         store = self._store
         return None if store is None else in_time(_SECONDS, lambda: call(store.result(_SECONDS)))
 
     def is_joined(self) -> bool:
-        """Whether a worker has asked to join, by now."""
+        """Returns whether a worker has requested to join so far."""
         return self.joins or (self._joinable and self._ask(lambda store: store.read(_JOINS)) is not None)
 
     def first_failure(self, sentence: str | None) -> str | None:
-        """It counts as received only when the listener has read it back, so worker 0 can wait until all know."""
+        """Returns the first failure, after the listener has read it back.
+
+        Worker 0 can therefore wait until all workers have read it.
+        """
         sentence = sentence or self._await_failure() or next(iter(self.ends()), None)
         if sentence is not None and self._store is not None and self.received is None:
             self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
@@ -138,9 +141,10 @@ class FailureBroadcast(Broadcast):
         return self.received or sentence
 
     def miss(self, sentence: str) -> None:
-        """Take a lost worker for the first failure, without waiting for it to read that.
+        """Treats a lost worker as the first failure, without waiting until that worker has read it.
 
-        The chief tells the others; where the chief is lost, so is the store by which a worker could.
+        The chief informs the others. If the chief is lost, the store through which a worker could inform others is
+        lost, too.
         """
         if self._worker == 0:
             self.first_failure(sentence)
@@ -148,12 +152,12 @@ class FailureBroadcast(Broadcast):
         self._knows = False
 
     def _await_failure(self) -> str | None:
-        """What another worker publishes as the first failure; None when none does for a moment."""
+        """Returns the first failure that another worker publishes, or None if none does within a moment."""
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received
 
     def ends(self) -> list[str]:
-        """What the other workers have published of towers that have ended well."""
+        """Returns the messages that other workers have published about towers that ended well."""
         keys = [f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker]
         messages = self._ask(lambda store: [store.read(key) for key in keys]) or []
         return [printable(message.get("sentence")) for message in messages if message is not None]

@@ -1,21 +1,21 @@
-"""Towers as forks of a process that has torch loaded: the agent's.
+"""Starts the agent's towers as forks of a process that has loaded torch.
 
-[Note: a fork in place of a new Python] A new Python needs 1.3 s of a core to load torch, and another one to load
-torch's compiler for its first optimizer, and has 200 MB of its own for them. A fork needs hundredths of a second, and
-shares that memory. A script finds what it would find in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
-``__main__``, random states, exit handlers, and the same end by an exception or a signal. But ``ps`` shows the agent's
-command for every tower, the hashes of strings are the same in all of them, and what a script itself puts into the
-environment comes too late for what torch reads when it is loaded (``TORCH_LOGS``).
+[Note: a fork in place of a new Python] A new Python needs 1.3 s of a core to load torch, and another second to load
+torch's compiler for its first optimizer, and its own 200 MB for them. A fork needs hundredths of a second, and shares
+that memory. A script finds the same state as in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
+``__main__``, random states, exit handlers, and the same end by an exception or a signal. There are three differences:
+``ps`` shows the agent's command for every tower; the hashes of strings are the same in all towers; and variables that a
+script itself sets are too late for settings that torch reads when it is loaded (``TORCH_LOGS``).
 
-The fork server is forked from the agent before that has threads, and has none itself. Towers become children of the
-agent (``PR_SET_CHILD_SUBREAPER``), which learns their exit codes as it does of other children. Where a fork would not
-do, the new process executes the command after all: for options of Python other than ``-u``, for a program that is
-neither a file nor a module, where a module in its folder hides one that is loaded, and for accelerators whose modules
-do something when they are loaded.
+The fork server is forked from the agent before the agent has threads, and has no threads itself. Towers become children
+of the agent (``PR_SET_CHILD_SUBREAPER``), which receives their exit codes as for other children. In some cases a fork
+does not suffice, and the new process executes the command: for options of Python other than ``-u``; for a program that
+is neither a file nor a module; if a module in the program's folder hides a loaded one; and for accelerators whose
+modules do something when they are loaded.
 
-[Note: no garbage while loading] Torch and its compiler make a million objects that stay. To look through them for
-garbage again and again takes a quarter of the seconds in which they are loaded. So the programs that become an agent
-disable garbage collection, until the fork server is there.
+[Note: no garbage while loading] Torch and its compiler create a million objects that stay. Repeated garbage collection
+over them takes a quarter of the loading time. Therefore, the programs that become an agent disable garbage collection
+until the fork server runs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from towers.health.failure import leave
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
 
-_FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing before they are used
+_FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing until they are used
 
-_START_SECONDS = 300.0  # in which the server loads torch's compiler and forks
+_START_SECONDS = 300.0  # time for the server to load torch's compiler and fork
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 def fork_towers(path: Sequence[str]) -> None:
-    """Let torch's agent in this process, which has no threads yet, start its towers as forks, where they can be.
+    """Lets torch's agent in this process, which has no threads yet, start its towers as forks, if forks are possible.
 
     From here on garbage is collected, see [Note: no garbage while loading].
 
@@ -91,30 +91,30 @@ class ForkServer:
         stderr: IO[str] | None,
         start_new_session: bool,
     ) -> Process | subprocess.Popen[bytes]:
-        """Start a Python program, as ``subprocess.Popen`` does.
+        """Starts a Python program, as ``subprocess.Popen`` does.
 
         Args:
             args: the command line, of this Python.
             env: the variables of its environment.
-            stdout, stderr: where it writes; None: as this process.
-            start_new_session: it always has one.
+            stdout, stderr: the files that it writes to. None: those of this process.
+            start_new_session: has no effect on a fork, which always has its own session.
         """
         streams = [None if stream is None else stream.name for stream in (stdout, stderr)]
         try:
             print(json.dumps([list(args), dict(env), streams]), file=self._stream, flush=True)
             return Process(int(self._stream.readline()))
-        except (ValueError, OSError):  # the server was killed, or does not answer in time
+        except (ValueError, OSError):  # the server was killed, or did not answer in time
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)  # or it would start the program later, once more
+                os.kill(self._pid, signal.SIGKILL)  # otherwise, it would start the program a second time, later
             return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
 
 
 class Process:
-    """A child of this process, with what torch's agent uses of ``subprocess.Popen``.
+    """A child of this process, with the part of ``subprocess.Popen`` that torch's agent uses.
 
     Attributes:
         pid: its id.
-        returncode: how it has ended; negative: the signal; None: it runs, or nobody has asked.
+        returncode: its exit code. Negative: the signal that ended it. None: it runs, or its state has not been read.
     """
 
     def __init__(self, pid: int) -> None:
@@ -122,17 +122,17 @@ class Process:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """How it has ended; None while it runs."""
+        """Returns its exit code, or None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end.
+        """Waits for its end, and returns its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended in so many seconds.
+            subprocess.TimeoutExpired: it has not ended within ``timeout`` seconds.
         """
         wait_until(lambda: self.poll() is not None, timeout)
         if self.returncode is None:
@@ -140,13 +140,13 @@ class Process:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Sends it a signal, if it runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
-    """The fork server, until the agent has ended; or one of the programs."""
+    """Runs the fork server until the agent has ended; in a fork, runs one of the programs."""
     os.setsid()  # the terminal's signals are for the agent
     load_compiler()
     gc.freeze()
@@ -170,7 +170,7 @@ def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
 
 
 def _readline(stream: IO[str]) -> str:
-    """The next line; empty where the agent has ended."""
+    """Returns the next line, or an empty string if the agent has ended."""
     try:
         return stream.readline()
     except OSError:
@@ -180,7 +180,7 @@ def _readline(stream: IO[str]) -> str:
 def _become(
     args: list[str], variables: Mapping[str, str], streams: Sequence[str | None], path: Sequence[str]
 ) -> NoReturn:
-    """Run the program to its end, or to the agent's: no signal of a terminal reaches it."""
+    """Runs the program until it or the agent ends. No signal of a terminal reaches it."""
     os.setsid()
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     for number, name in enumerate(streams, start=1):
@@ -194,7 +194,7 @@ def _become(
     if unbuffered := words[:1] == ["-u"]:
         del words[0]
     if not _can_run(words):
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a new program should not
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; a new program should not
             signal.signal(number, signal.SIG_DFL)
         os.execve(args[0], args, os.environ)
     for stream in (sys.stdout, sys.stderr) if unbuffered else ():
@@ -212,9 +212,9 @@ def _become(
 
 
 def _end_failed(error: Exception) -> NoReturn:
-    """End this process, whose program has failed, as Python does, but leave its memory to the system.
+    """Ends this process, whose program has failed, as Python does, but leaves freeing its memory to the system.
 
-    The others wait for its end, and to free all that torch has loaded takes a third of a second of a core.
+    The other towers wait for its end, and freeing all that torch has loaded takes a third of a second of a core.
     """
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
@@ -223,7 +223,7 @@ def _end_failed(error: Exception) -> NoReturn:
 
 
 def _can_run(words: Sequence[str]) -> bool:
-    """Whether a fork of this process can run what these words of a command line name."""
+    """Returns whether a fork of this process can run the program that these words of a command line name."""
     is_module = words[0] == "-m"
     if not is_module and not (words[0].endswith(".py") and os.path.isfile(words[0])):
         return False
@@ -235,7 +235,7 @@ def _can_run(words: Sequence[str]) -> bool:
 
 
 def _is_hidden(name: str, folder: pathlib.Path) -> bool:
-    """Whether a module in the program's folder hides a loaded one from elsewhere that has its name."""
+    """Returns whether a module in the program's folder hides a loaded one of the same name from another place."""
     if name in sys.builtin_module_names or name == "__main__":
         return False
     if not (folder / name).exists() and not (folder / f"{name}.py").exists():
@@ -245,10 +245,10 @@ def _is_hidden(name: str, folder: pathlib.Path) -> bool:
 
 
 def execute(words: list[str]) -> NoReturn:
-    """Run a program in this process, as Python does with these words of its command line.
+    """Runs a program in this process, as Python does with these words of its command line.
 
     Raises:
-        BaseException: the program's; it has been printed, without the frames of this process's own program.
+        BaseException: the program's. It has been printed, without the frames of this process's own program.
     """
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -274,4 +274,4 @@ def execute(words: list[str]) -> NoReturn:
 
 
 def _print_nothing(*_: Any) -> None:
-    """In place of ``sys.excepthook``, where the exception has been printed."""
+    """Replaces ``sys.excepthook`` after the exception has been printed."""

@@ -1,6 +1,6 @@
 """A job of several towers, and how a program becomes one: it is replaced by an agent that runs it once per tower.
 
-Only a user's own script can be run again like that. Everything else gets an error that names the other ways.
+Only a user's own script can be run again in this way. Any other program gets an error that names the other ways.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ class Job:
     """The towers of this machine, as part of a job.
 
     Attributes:
-        towers: towers on this machine.
-        worker, workers: this machine's index among the cluster's workers, and how many there are.
+        towers: the number of towers on this machine.
+        worker, workers: this machine's index among the cluster's workers, and the number of workers.
         addresses: ``host:port`` of every worker, in order; empty for a job on one machine.
-        origin: where the cluster was read from, for messages.
-        started_by: the command that a person typed, for the log.
-        devices: this machine's devices, one per tower; empty to leave the choice to the script.
-        kind: of the devices.
-        startup_seconds: how long workers wait for each other.
-        restarts: how often the towers are started again after a failure.
-        from_the_start: also where they would lose steps, since the script restores no checkpoint.
-        min_towers: with how many towers the job goes on when not all workers have come; None: with all only.
-        virtual_towers: what the number of towers has to divide.
-        rejoin_seconds: how long workers wait for each other then.
-        collective_seconds: how long a collective may take; a host that answers nothing for so long is given up.
-        log_dir: a directory for the output of the other towers than the first; None: it is not kept.
+        origin: the source of the cluster's description, for messages.
+        started_by: the command that the user typed, for the log.
+        devices: this machine's devices, one per tower. Empty: the script chooses.
+        kind: the kind of the devices.
+        startup_seconds: the time for which workers wait for each other at the start.
+        restarts: the largest number of restarts after failures.
+        from_the_start: whether towers restart even if they lose steps because the script restores no checkpoint.
+        min_towers: the least number of towers with which the job continues if workers are absent. None: all workers are
+            needed.
+        virtual_towers: a number that the number of towers must divide, or None.
+        rejoin_seconds: the time for which workers wait for each other at a restart.
+        collective_seconds: the deadline of a collective. A host that does not answer for that long is given up.
+        log_dir: a directory for the output of all towers but the first. None: it is not kept.
     """
 
     towers: int
@@ -60,15 +61,15 @@ class Job:
     log_dir: str | None = None
 
     def to_json(self) -> str:
-        """One word for a command line, with the attributes that are not the default."""
+        """Returns one word for a command line, with the attributes that differ from the defaults."""
         return json.dumps({name: value for name, value in vars(self).items() if value != getattr(Job, name, None)})
 
     @classmethod
     def from_json(cls, word: str) -> Job:
-        """The job that :meth:`to_json` has made ``word`` of.
+        """Returns the job from which :meth:`to_json` has created ``word``.
 
         Raises:
-            ValueError, TypeError: it is something else.
+            ValueError, TypeError: ``word`` is something else.
         """
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(word).items()
@@ -77,13 +78,16 @@ class Job:
 
 
 def agent_command(job: Job, program: Sequence[str]) -> list[str]:
-    """The command line of an agent (:mod:`towers.launching.agent`) that runs ``program``, a full command line, in
-    every tower."""
+    """Returns the command line of an agent (:mod:`towers.launching.agent`) that runs ``program`` in every tower.
+
+    Args:
+        program: a full command line.
+    """
     return [sys.executable, str(pathlib.Path(__file__).resolve().parents[1]), job.to_json(), *program]
 
 
 def become(job: Job) -> NoReturn:
-    """Replace this process by an agent that runs :func:`own_command` as several towers. Does not return.
+    """Replaces this process by an agent that runs :func:`own_command` as several towers. It does not return.
 
     Raises:
         CannotStartError: see :func:`own_command`.
@@ -91,16 +95,16 @@ def become(job: Job) -> NoReturn:
     command = agent_command(job, own_command())
     sys.stdout.flush()
     sys.stderr.flush()
-    if job.towers > 1:  # here, since libraries read it when the agent loads them
+    if job.towers > 1:  # here, because libraries read it when the agent loads them
         machine.set_default_threads(os.environ, job.towers)
     os.execv(command[0], command)
 
 
 def own_command() -> list[str]:
-    """The command that runs this program again: same interpreter, same flags, same arguments.
+    """Returns the command that runs this program again, with the same interpreter, flags and arguments.
 
     Raises:
-        CannotStartError: this process is not a user's own script (or ``-m`` module), started by ``python``.
+        CannotStartError: this process is not a user's own script (or ``-m`` module) that was started by ``python``.
     """
     if multiprocessing.parent_process() is not None:
         raise _cannot("this is a child process of multiprocessing")
@@ -116,10 +120,10 @@ def own_command() -> list[str]:
 
 
 def _find_program(argv: Sequence[str]) -> tuple[str, int]:
-    """What ``python`` runs by this command line, and where in it that is.
+    """Returns the kind of program that ``python`` runs with this command line, and its position there.
 
-    Returns ("script", position of its path), ("module", position of ``-m`` or of the word that holds it) or
-    (a description of something else, -1). Follows the grammar of ``python --help``: ``-W`` and ``-X`` take an
+    The result is ("script", position of its path), ("module", position of ``-m`` or of the word that contains it) or (a
+    description of another program, -1). It follows the grammar of ``python --help``: ``-W`` and ``-X`` take an
     argument, ``-c`` and ``-m`` end the options, single letters may be joined.
     """
     words = iter(enumerate(argv[1:], start=1))
@@ -159,10 +163,10 @@ def _rerun_script(main: ModuleType | None, at: int) -> list[str]:
     _check_is_users(file)
     script = pathlib.Path(str(file))
     program = script.parent if script.name == "__main__.py" and typed.name != script.name else script
-    # A runner (a debugger, a profiler) puts another file in __main__'s place: its command is not the script's.
+    # A runner (a debugger, a profiler) replaces __main__ by another file: its command is not the script's.
     if typed.name != program.name:
         raise _cannot(f"{script.name} is run by {typed}")
-    # A program that has changed its directory before it came here is found by its full path.
+    # A program that has changed its directory before this call is found by its full path.
     path = str(typed) if typed.exists() and typed.samefile(program) else str(program)
     return [sys.executable, *sys.orig_argv[1:at], path, *sys.orig_argv[at + 1 :]]
 

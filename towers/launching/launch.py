@@ -38,7 +38,7 @@ from towers.topology import DEVICES, JOB_TOKEN, MEMORY, STARTED_BY
 DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up without a timeout of the caller's."""
 
-_GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
+_GRACE = 2.5  # seconds for the other towers to report why they failed, after the first failure
 _DONE, _EXITED = 0.5, 30.0  # seconds until processes of towers that are done have ended; until an exit code is known
 
 
@@ -117,10 +117,10 @@ def launch(
             failures = attempt.failures or attempt.unfinished(limit)
             first = min(failures, key=lambda failed: failed.consequence, default=None)
             status = attempt.status_of(first.tower) if first is not None else None
-            if first is None:  # threads may have something left to do, as in any program
+            if first is None:  # threads may still be working, as in any program
                 wait_until(lambda: not attempt.living(), deadline.remaining())
         finally:
-            if start_method is None:  # starting a process has decided on one
+            if start_method is None:  # starting a process has set a start method
                 multiprocessing.set_start_method(None, force=True)
             wait_until(lambda: not attempt.living(), _DONE)
             attempt.end()
@@ -179,7 +179,7 @@ class _Towers(Attempt):
 
     def _death(self, tower: int) -> Failure:
         process = self._started[tower]
-        process.join(_EXITED)  # on a busy machine its exit code takes seconds to come
+        process.join(_EXITED)  # on a busy machine, its exit code is available only after seconds
         if (report := self.report_of(tower)) is not None:
             return Failure(tower, None, report.trace, report.consequence)
         code = process.exitcode
@@ -285,7 +285,7 @@ def _be_tower(
 ) -> None:
     """Runs in the process of a tower."""
     failure.end_with_parent()
-    os.register_at_fork(after_in_child=sender.close)  # or this tower's end would go unseen while its child lives
+    os.register_at_fork(after_in_child=sender.close)  # otherwise this tower's end is not detected while its child lives
     for number, path in enumerate(streams, start=1):
         target = os.open(path, os.O_WRONLY)
         os.dup2(target, number)
@@ -308,7 +308,7 @@ def _be_tower(
         failed = isinstance(error, Exception)
     sender.send_bytes(reply)
     if failed:
-        failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
+        failure.end_soon()  # otherwise the others would not detect this tower's end while one of its threads continues
 
 
 def _check_accelerators(names: str) -> None:
@@ -331,6 +331,6 @@ def _describe(tower: int, error: BaseException) -> Failure:
     carried: BaseException | None = error
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a foreign exception class does when it is copied
+    except Exception:  # foreign exception classes may raise anything when they are copied
         carried = None
     return Failure(tower, carried, report.trace, report.consequence)

@@ -1,14 +1,14 @@
-"""Connections that tell agents at once which other agent has ended, and soon whose host does not answer.
+"""Keepalive connections between agents. They detect an agent's end at once, and an unreachable host soon.
 
-[Note: lifelines] They are the agents' failure detector: torch's store does not know which of its clients have left. So
-each worker's agent also connects to a port of the chief's agent, and sends the name by which its signed messages call
-that connection. When an agent ends, however that happens, its system closes the connection, and the other end misses
-it. A chief that ends with the job says goodbye first. Nothing else is sent.
+[Note: lifelines] Keepalive connections are the agents' failure detector: torch's store does not report which of its
+clients have left. So each worker's agent also connects to a port of the chief's agent, and sends the name that its
+signed messages use for that connection. When an agent ends, for any reason, its system closes the connection, and the
+other end detects that. A chief that ends with the job sends a goodbye first. No other data is sent.
 
-[Note: hosts that do not answer] The systems at both ends ask each other every second whether the connection is still
-there (TCP's keepalive). No process takes part in that: also a host whose processes are stopped, or wait for a core,
-answers at once. One that has not answered for as long as a collective may take cannot be reached, and its system closes
-the connection (Linux). Where a firewall leaves no connection, agents wait for the deadlines of their towers.
+[Note: hosts that do not answer] The systems at both ends check every second whether the connection still exists (TCP's
+keepalive). No process takes part in that: a host whose processes are stopped, or wait for a core, answers at once, too.
+A host that has not answered for as long as a collective may take cannot be reached, and its peer's system closes the
+connection (Linux). If a firewall prevents the connection, agents wait for the deadlines of their towers.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import uuid
 
 _NAME_BYTES, _MOST = 32, 65_536
 _CONNECT_SECONDS = 2.0
-_LEAST_SECONDS = 2.0  # without an answer
+_LEAST_SECONDS = 2.0  # the shortest accepted time without an answer
 _GOODBYE = b"."
 
 _ENDED, _UNREACHABLE = "has ended", "cannot be reached: its host, or the network, does not answer"
 
 
 class Lifelines:
-    """The chief's ends of them.
+    """The chief's ends of the keepalive connections.
 
     Args:
         listener: the socket that workers connect to.
-        seconds: how long a host may leave the question unanswered whether it is there.
+        seconds: the time without an answer after which a host counts as unreachable.
     """
 
     def __init__(self, listener: socket.socket, seconds: float) -> None:
         listener.setblocking(False)
-        _keep_alive(listener, seconds)  # and all that it accepts
+        _keep_alive(listener, seconds)  # also applies to the connections that it accepts
         self._listener = listener
-        self._names: dict[socket.socket, bytes] = {}  # as far as they have come
+        self._names: dict[socket.socket, bytes] = {}  # as far as they have arrived
         self._lost: dict[str, str] = {}
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port at which it listens."""
         return int(self._listener.getsockname()[1])
 
     def lost(self) -> dict[str, str]:
-        """The names of those whose other end is gone, with what has become of it, as part of a sentence."""
+        """Returns the names of the connections whose other end is gone, with the reason as part of a sentence."""
         with contextlib.suppress(OSError):
             while len(self._names) < _MOST:
                 line, _ = self._listener.accept()
@@ -61,22 +61,22 @@ class Lifelines:
         return self._lost
 
     def say_goodbye(self) -> None:
-        """This agent ends with the job, so it is not to be missed."""
+        """Reports to all workers that this agent ends with the job, so that its end does not count as a failure."""
         for line in self._names:
             with contextlib.suppress(OSError):
                 line.send(_GOODBYE)
 
 
 class Lifeline:
-    """A worker's end of a lifeline to the chief, if the chief can be reached there.
+    """A worker's end of a keepalive connection to the chief, if the chief can be reached.
 
     Attributes:
-        name: of the lifeline, which nobody else can guess.
+        name: the connection's name, which no other process can guess.
         port: see below.
-        has_ended: whether the chief has said goodbye.
+        has_ended: whether the chief has sent a goodbye.
 
     Args:
-        host, port: where the chief's agent listens for it.
+        host, port: the address at which the chief's agent listens for it.
         seconds: see :class:`Lifelines`.
     """
 
@@ -91,7 +91,7 @@ class Lifeline:
             self._line = line
 
     def lost(self) -> str:
-        """What has become of the chief's agent, as part of a sentence; empty where it is not missed."""
+        """Returns the state of the chief's agent as part of a sentence, or an empty string if the agent is not lost."""
         data, end = (b"", "") if self._line is None else _receive(self._line)
         if data:
             self._line, self.has_ended = None, True
@@ -99,9 +99,9 @@ class Lifeline:
 
 
 def _keep_alive(line: socket.socket, seconds: float) -> None:
-    """Let the system close a connection when its other end has not answered for so many seconds, a second more at most.
+    """Lets the system close a connection whose other end has not answered for ``seconds``, or up to a second more.
 
-    The count begins with the last answer, up to a second before the first question that has none.
+    The count starts with the last answer, up to a second before the first unanswered check.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         milliseconds = round(1000 * min(max(seconds, _LEAST_SECONDS) + 0.5, 1e6))
@@ -112,7 +112,7 @@ def _keep_alive(line: socket.socket, seconds: float) -> None:
 
 
 def _receive(line: socket.socket) -> tuple[bytes, str]:
-    """What has come, and what has become of the other end; empty where it is there."""
+    """Returns the received data and the reason why the other end is gone, which is empty if it exists."""
     try:
         data = line.recv(_NAME_BYTES)
     except BlockingIOError:

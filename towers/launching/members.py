@@ -1,4 +1,4 @@
-"""With how many towers a job may go on after a failure: the rules of ``restarts`` and ``min_towers``."""
+"""Decides how many towers a job may continue with after a failure: the rules of ``restarts`` and ``min_towers``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from towers.errors import StartupError
 from towers.launching.job import Job
 
-_COUNT_SECONDS = 300.0  # in which a new process loads torch and counts devices; a driver may hang
+_COUNT_SECONDS = 300.0  # time for a new process to load torch and count devices; a driver may hang
 
 
 def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | None) -> None:
-    """Check that a strategy's options, or those of ``mirrored run``, fit each other.
+    """Checks that a strategy's options, or those of ``mirrored run``, fit each other.
 
     Raises:
         ValueError: they do not.
@@ -35,16 +35,16 @@ def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | 
 
 
 def choose_members(job: Job, present: Sequence[int]) -> list[int]:
-    """As many of the workers that have come as can take part; empty: they are too few for ``min_towers``."""
+    """Returns as many of the present workers as can take part; empty if they are too few for ``min_towers``."""
     count = next((count for count in range(len(present), 0, -1) if _fits(job, count * job.towers)), 0)
     return list(present[:count])
 
 
 def on_devices_left(job: Job) -> Job:
-    """A single worker's job on the devices that a new process sees, where some may have been lost.
+    """Returns a single worker's job on the devices that a new process sees, because some may have been lost.
 
     Raises:
-        StartupError: they are too few for ``min_towers``, or cannot be counted.
+        StartupError: the devices are too few for ``min_towers``, or cannot be counted.
     """
     program = "import torch; print(torch.accelerator.device_count())"
     command = [sys.executable, "-c", program]

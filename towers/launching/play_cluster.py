@@ -1,8 +1,8 @@
-"""Plays a TF_CONFIG cluster on this machine: starts a script once per task, each with its own TF_CONFIG.
+"""Simulates a TF_CONFIG cluster on this machine: starts a script once per task, each with its own TF_CONFIG.
 
-The first task has the terminal, the others' lines come behind their name. GPUs are shared out among the workers;
-without enough of them, and on the CPU, each worker is one CPU tower. With parameter servers the first task is the
-chief, and the tasks have a secret of their own.
+The first task keeps the terminal; the lines of other tasks are printed with the task's name as prefix. GPUs are split
+among the workers. Without enough GPUs, and on the CPU, each worker is one CPU tower. With parameter servers, the first
+task is the chief, and the tasks share their own secret.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
 from towers.topology import JOB_TOKEN
 
-_GRACE = 10.0  # seconds in which the other workers end, once one has failed
+_GRACE = 10.0  # seconds for the other workers to end, after one has failed
 
 
 def reserve_ports(count: int) -> list[socket.socket]:
-    """Sockets with loopback ports that the system gives to nobody else while they are open.
+    """Returns sockets with loopback ports that the system assigns to no other process while they are open.
 
-    Linux lets another socket listen on such a port when both have SO_REUSEADDR and this one does not listen.
+    Linux lets another socket listen on such a port if both have SO_REUSEADDR and this one does not listen.
     """
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
@@ -37,7 +37,7 @@ def reserve_ports(count: int) -> list[socket.socket]:
 
 
 def _environment(cluster: dict[str, list[str]], job: str, index: int) -> dict[str, str]:
-    """What a task finds in its environment."""
+    """Returns a task's environment variables."""
     config = {"cluster": cluster, "task": {"type": job, "index": index}}
     count, workers = devices.count_of("cuda"), len(cluster["worker"])
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
@@ -49,14 +49,15 @@ def _environment(cluster: dict[str, list[str]], job: str, index: int) -> dict[st
 
 
 def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
-    """Run ``program``, a full command line, as that many workers to their end; returns the largest exit code.
+    """Runs ``program``, a full command line, once per worker to the end, and returns the largest exit code.
 
     Args:
-        servers: parameter servers; with any, there is a chief, too.
+        workers: the number of workers.
+        servers: the number of parameter servers. If there are any, there is a chief, too.
     """
     jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
     tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
-    ports = reserve_ports(len(tasks))  # as long as this function runs
+    ports = reserve_ports(len(tasks))  # reserved as long as this function runs
     addresses = iter([f"127.0.0.1:{port.getsockname()[1]}" for port in ports])
     cluster = {job: [next(addresses) for _ in range(count)] for job, count in jobs.items()}
     if servers:
@@ -75,7 +76,7 @@ def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
                         for stream in ("stdout", "stderr")
                     )
                     env = _environment(cluster, job, index)
-                    # In a session of its own: a terminal's signal, and the same one forwarded, would be two.
+                    # In its own session: otherwise it would receive a terminal's signal twice, directly and forwarded.
                     process = subprocess.Popen(program, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
                     processes.append(process)
                 attempt.processes[len(processes) - 1] = processes[-1].pid

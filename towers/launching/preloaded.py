@@ -1,7 +1,7 @@
-"""What the fork server of :mod:`towers.launching.launch` loads, once for all towers.
+"""The module that the fork server of :mod:`towers.launching.launch` loads, once for all towers.
 
-Torch's compiler, too, which the first optimizer of a process would load. Without looking for garbage:
-[Note: no garbage while loading] of :mod:`towers.launching.fork_server`.
+It also loads torch's compiler, which the first optimizer of a process would load. Garbage collection is disabled during
+this: [Note: no garbage while loading] of :mod:`towers.launching.fork_server`.
 """
 
 import gc
@@ -12,5 +12,5 @@ try:
     from towers.system.torch_private import load_compiler
 
     load_compiler()
-finally:  # multiprocessing goes on without what cannot be imported
+finally:  # multiprocessing continues without a module that cannot be imported
     gc.enable()

@@ -1,6 +1,6 @@
-"""Where an agent and its towers meet, as torchrun asks for it. One worker alone serves a store on loopback.
+"""The meeting point of an agent and its towers, in the form that torchrun needs. A single worker serves it on loopback.
 
-Several workers meet by :mod:`towers.launching.workers`.
+Several workers meet through :mod:`towers.launching.workers`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Rendezvous(StaticTCPRendezvous):
         self._tcp: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin the next attempt.
+        """Starts the next attempt.
 
         Raises:
-            StartupError: nothing can listen on loopback.
+            StartupError: no port can be opened on loopback.
         """
         self._tcp = self._tcp or serve_store("127.0.0.1", 0, self._job.origin, self._token)
         self.attempt += 1
         return self._info(self._tcp)
 
     def _info(self, tcp: TCPStore) -> RendezvousInfo:
-        """What torch's agent has to know of the present attempt."""
+        """Returns the description of the present attempt that torch's agent needs."""
         place, address = self.members.index(self._job.worker), RendezvousStoreInfo(tcp.host, tcp.port)
         return RendezvousInfo(self._agents_store(tcp), place, len(self.members), address)
 
     def _agents_store(self, tcp: TCPStore) -> Store:
-        """The agents' keys of the present attempt."""
+        """Returns the agents' keys of the present attempt."""
         return PrefixStore(f"workers/{self.attempt}", tcp)

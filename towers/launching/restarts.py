@@ -1,9 +1,9 @@
-"""Towers that are started again after a failure: what the agent of a job with ``restarts`` does beyond others.
+"""Restarts of towers after a failure: the additional work of the agent of a job with ``restarts``.
 
-[Note: attempts] The agent runs one attempt after the other, each of new processes, until one ends well or is preempted,
-a signal ends the agent itself, or it gives up. The script restores the newest checkpoint that all towers have, as when
-a person starts it again. With several workers the chief's agent decides, and the others follow it
-(:mod:`towers.launching.attempts`).
+[Note: attempts] The agent runs one attempt after the other, each in new processes. It stops when an attempt ends well
+or is preempted, when a signal ends the agent itself, or when it gives up. The script restores the newest checkpoint
+that all towers have, as after a start by hand. With several workers, the chief's agent decides, and the others follow
+it (:mod:`towers.launching.attempts`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from towers.system.timeouts import Deadline
 from towers.topology import DEVICES, MEMORY
 
 _MEMORY_FILES = 8
-_STOP_GRACE = 1.0  # seconds: the errors of other towers, where they wait for a stopped one, come first and say more
+_STOP_GRACE = 1.0  # seconds: errors of towers that wait for a stopped one arrive first, and contain more
 
 
 def run_attempts(
     job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Job, Attempt, Rendezvous], tuple[int, str]]
 ) -> tuple[int, str]:
-    """Run attempts at a job until one is the last, see [Note: attempts].
+    """Runs attempts at a job until one is the last, see [Note: attempts].
 
     Args:
         token: the job's.
         directory: private to this process.
-        run_attempt: runs one to its end; returns how it has ended, as this function does.
+        run_attempt: runs one attempt to its end, and returns the same as this function for it.
 
     Returns:
-        The exit code, and the text that is printed last.
+        The exit code, and the message that is printed last.
     """
     _offer_memory(directory / "memory")
     several = ChiefRendezvous if job.worker == 0 else FollowerRendezvous
     rendezvous: Rendezvous = several(job, token) if job.addresses else Rendezvous(job, token)
-    failures: list[tuple[str, int]] = []  # of the attempts, the last line of each and the step that it has come to
+    failures: list[tuple[str, int]] = []  # of each attempt, the last line and the step that it reached
     code, against = 0, ""
     try:
         for number in itertools.count():
@@ -75,7 +75,7 @@ def run_attempts(
                     break
             print(f"{text}\nmirrored: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
-        return code or error.code, f"mirrored: {error}"  # a tower's of this worker, where one has failed
+        return code or error.code, f"mirrored: {error}"  # the failed tower's code, if a tower of this worker has failed
     except (StartupError, OSError, SignalException) as error:
         if isinstance(rendezvous, ChiefRendezvous):
             ended = f"worker 0 received {error.sigval.name}" if isinstance(error, SignalException) else error
@@ -94,7 +94,7 @@ def _last_line(text: str) -> str:
 
 
 def _offer_memory(folder: pathlib.Path) -> None:
-    """Let towers keep bytes in files that last until this process ends, and have no name in any file system."""
+    """Lets towers keep bytes in nameless files that last until this process ends, outside of all file systems."""
     if hasattr(os, "memfd_create"):
         folder.mkdir()
         for number in range(_MEMORY_FILES):
@@ -104,16 +104,17 @@ def _offer_memory(folder: pathlib.Path) -> None:
 
 
 class RestartableAttempt(Attempt):
-    """An attempt before which others were, and after which others may come.
+    """An attempt that earlier attempts may precede, and further attempts may follow.
 
-    Its towers save and end when a worker asks to join, for the next one. It fails when the agent of a worker is lost.
+    Its towers save and end when a worker requests to join, so that the next attempt can include it. It fails when the
+    agent of a worker is lost.
 
-    [Note: no last words] A CheckpointManager takes SIGTERM for the wish to save after this step, which towers of an
-    attempt that has failed never end. So towers that restore the newest checkpoint are killed where they would be asked
-    to end. What exit handlers would do there is left undone, as it is by SIGTERM where nothing handles it.
+    [Note: no last words] A CheckpointManager treats SIGTERM as a request to save after the current step, which towers
+    of a failed attempt never finish. So towers that restore the newest checkpoint are killed instead of receiving a
+    signal to end. Their exit handlers do not run, as after a SIGTERM that no handler handles.
 
     [Note: stopped towers] A tower that is stopped (SIGSTOP) fails when the others have waited for it for as long as a
-    collective may take. Before it has joined them, and where they are stopped, too, nobody waits: the agent kills it.
+    collective may take. Before it has joined them, or if they are stopped, too, no tower waits: the agent kills it.
     """
 
     broadcast: FailureBroadcast
@@ -127,7 +128,7 @@ class RestartableAttempt(Attempt):
         self._told_to_save = False
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
-        """See [Note: no last words]."""
+        """Ends the towers, see [Note: no last words]."""
         super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
 
     def _is_over(self) -> bool:
@@ -145,22 +146,22 @@ class RestartableAttempt(Attempt):
         return super()._is_over() or self._has_lost_worker()
 
     def _has_lost_worker(self) -> bool:
-        """Whether the agent of another worker is lost, as the chief knows; else whether the chief's is."""
+        """Returns whether another worker's agent (on the chief) or the chief's agent (on other workers) is lost."""
         lost = self._rendezvous.lost() if isinstance(self._rendezvous, WorkersRendezvous) else ""
-        # Agents end, too, when their towers ended well minutes ago.
+        # An agent also ends some minutes after its towers have ended well.
         if not lost or (isinstance(self._rendezvous, ChiefRendezvous) and self.broadcast.ends()):
             return False
         self.broadcast.miss(lost)
         return True
 
     def _is_stopped(self, tower: int) -> bool:
-        """Whether a tower that lives, or has just ended, is stopped (SIGSTOP)."""
+        """Returns whether a tower that runs, or has just ended, is stopped (SIGSTOP)."""
         state = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         return state is not None and state.si_code == os.CLD_STOPPED
 
     @property
     def step(self) -> int:
-        """The step that all towers have come to."""
+        """The last step that all towers have reached."""
         return min((status.step for status in self._statuses()), default=0)
 
     @property
@@ -173,12 +174,12 @@ class RestartableAttempt(Attempt):
 
 
 def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[str, int]]) -> str:
-    """Why the towers are not started again after these failures, as part of a sentence; empty: they are."""
+    """Returns why the towers do not restart after these failures, as part of a sentence; empty if they restart."""
     first, last = failures[0][0], failures[-1][0]
     first = f"; root cause: {first}" if first != last else ""
     if len(failures) > job.restarts:
         return f"the limit of {job.restarts} restarts is reached{first}"
-    # Of an exception it does not matter on which tower it came first.
+    # The same exception on another tower counts as the same failure.
     last_two = [(text.partition(" failed ")[2] or text, step) for text, step in failures[-2:]]
     if last_two[1:] == last_two[:1]:
         return f"it failed in the same way at the same step as before{first}"

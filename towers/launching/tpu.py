@@ -1,4 +1,4 @@
-"""What the agent of a TPU host does before it starts towers."""
+"""Preparations of a TPU host's agent before it starts towers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from towers.system.tpu import ADDRESSES
 
 
 def set_environment(towers: int, worker: int, workers: int) -> None:
-    """Set the variables by which the towers of a host, which are to be started, find the TPUs of all.
+    """Sets the variables with which this host's towers find the TPUs of all towers, before they are started.
 
-    Why is said in [Note: a TPU goes by two numbers] in :mod:`towers.system.tpu`.
+    The reason is in :mod:`towers.system.tpu`, [Note: a TPU goes by two numbers].
 
     Raises:
-        CannotStartError: torch_tpu cannot make them, or they are there already, for other towers.
+        CannotStartError: torch_tpu cannot determine the variables, or they are already set for a different number of
+            towers.
     """
     if workers > 1 and "TORCH_TPU_TOPOLOGY" not in os.environ:
         raise CannotStartError("TORCH_TPU_TOPOLOGY is not set: on several hosts it is the whole slice's, as 4,4,1")
-    os.environ.setdefault("NODE_RANK", str(worker))  # else torch_tpu asks a TPU for its place, in a new process
+    os.environ.setdefault("NODE_RANK", str(worker))  # otherwise, torch_tpu queries a TPU in a new process
     try:
         torch.tpu.distributed.set_tpu_launch_env(nnodes=workers, nproc_per_node=towers)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError) as error:

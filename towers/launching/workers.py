@@ -1,7 +1,8 @@
 """How workers (machines) find each other, with a deadline and names.
 
-The chief worker serves a store at its own address of the cluster. Every worker publishes the cluster as it was given to
-it, and all compare. The same store then serves the agents and the towers, so one address is enough.
+The chief worker serves a store at its own address of the cluster. Every worker publishes the cluster's description that
+it was given, and all workers compare the descriptions. The same store then serves the agents and the towers, so one
+address is enough.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class WorkersRendezvous(Rendezvous):
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
-        self._doubt = ""  # whether others find the chief, as a sentence
-        self._lifeline_name = ""  # of this worker's lifeline to the chief, where it has one
+        self._doubt = ""  # why other workers may not find the chief, as a sentence
+        self._lifeline_name = ""  # of this worker's keepalive connection to the chief, if it has one
         self._worker = Participant(
             kind="worker",
             index=job.worker,
@@ -49,7 +50,7 @@ class WorkersRendezvous(Rendezvous):
         )
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet all workers.
+        """Meets all workers.
 
         Raises:
             StartupError: the address cannot be used, the chief does not answer, or workers are missing.
@@ -63,10 +64,10 @@ class WorkersRendezvous(Rendezvous):
         return self._meet(tcp, deadline.remaining())
 
     def _is_of_earlier_job(self, tcp: TCPStore, deadline: Deadline) -> bool:
-        """Whether this worker took part in the job that met in a store; returns when that job has ended.
+        """Returns whether a store belongs to an earlier job in which this worker took part, after that job has ended.
 
         Raises:
-            HandshakeError: the agent of that worker lives.
+            HandshakeError: the agent of that worker runs.
             StartupError: the job does not end in time.
         """
         job, agents = self._job, PrefixStore("workers/0", tcp)
@@ -87,11 +88,11 @@ class WorkersRendezvous(Rendezvous):
         )
 
     def _deadline(self) -> Deadline:
-        """How long workers wait, for an attempt to begin and then for each other."""
+        """Returns how long workers wait for an attempt to start, and then for each other."""
         return Deadline(self._job.startup_seconds if self.attempt < 0 else self._job.rejoin_seconds)
 
     def _open_store(self, seconds: float) -> TCPStore:
-        """The store, which the chief serves and the others join within so many seconds."""
+        """Returns the store, which the chief serves and the others join within ``seconds``."""
         if self._worker.serves and self._tcp is not None:
             return self._tcp
         hosts = [split_address(address)[0] for address in self._job.addresses[1:]]
@@ -105,7 +106,7 @@ class WorkersRendezvous(Rendezvous):
         return self._tcp
 
     def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:
-        """Wait so many seconds for the workers of the present attempt, and compare their clusters."""
+        """Waits up to ``seconds`` for the workers of the present attempt, and compares their clusters."""
         job, info = self._job, self._info(tcp)
         os.environ.pop(FEWER_WORKERS, None)
         if len(self.members) < job.workers:
@@ -123,12 +124,12 @@ class WorkersRendezvous(Rendezvous):
         return info
 
     def lost(self) -> str:
-        """Why waiting for the workers of the present attempt is vain, as a sentence; empty: nothing is known."""
+        """Returns why waiting for the present attempt's workers is useless, as a sentence; empty if it is not."""
         return ""
 
 
 def compare_clusters(index: int, message: Message, other: int, reference: Message) -> str | None:
-    """What differs between two workers' descriptions of their cluster, or None."""
+    """Returns the difference between two workers' descriptions of their cluster, or None."""
     if other > index:
         return compare_clusters(other, reference, index, message)
     addresses, others = message["addresses"], reference["addresses"]

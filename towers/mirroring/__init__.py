@@ -1,1 +1,1 @@
-"""Towers are mirror images of each other: making them so, and finding out whether they still are."""
+"""Makes towers mirror images of each other, and checks whether they still are."""

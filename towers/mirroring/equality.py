@@ -1,4 +1,4 @@
-"""Finding what is not the same on all towers, and which towers differ (rule R1, docs/concepts/towers.md)."""
+"""Finds values that are not the same on all towers, and the towers that differ (rule R1, docs/concepts/towers.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from towers.system.text import name_towers
 
 @dataclass(frozen=True)
 class Held:
-    """Something that a tower holds.
+    """A value that a tower holds.
 
     Attributes:
-        name: tells it apart, and is how messages call it.
-        kind: a word for what it is.
-        value: a tensor, or a plain value, which is compared as it is written.
+        name: its unique name, also in messages.
+        kind: a word for its kind.
+        value: a tensor, or a plain value, whose ``repr`` is compared.
     """
 
     name: str
@@ -32,13 +32,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same on all towers.
+    """A value that is not the same on all towers.
 
     Attributes:
         name: its name (:class:`Held`).
-        kinds: what it is, on one tower or another.
-        groups: towers that hold the same: the largest group first, and of equally large ones that with the first tower.
-        values: by tower, what a plain value is; None for tensors.
+        kinds: its kinds on any tower.
+        groups: groups of towers with the same value. The largest group is first; of equally large groups, the one with
+            the first tower.
+        values: a plain value, by tower; None for tensors.
     """
 
     name: str
@@ -48,12 +49,12 @@ class Difference:
 
 
 class Comparison:
-    """A comparison that was started; a GPU may still be at it.
+    """A comparison that was started. A GPU may still be computing it.
 
     Args:
-        held: what is compared.
-        prints: every tower's fingerprints of it, shape ``(towers, len(held))``.
-        differences: what is known to differ already.
+        held: the compared values.
+        prints: every tower's fingerprints of them, shape ``(towers, len(held))``.
+        differences: differences that are already known.
     """
 
     def __init__(self, held: Sequence[Held], prints: HostCopy | None, differences: Sequence[Difference] = ()) -> None:
@@ -62,7 +63,7 @@ class Comparison:
         self._differences = list(differences)
 
     def differences(self) -> list[Difference]:
-        """The differences, in order; the same on all towers. Waits for a GPU that is still at it."""
+        """Returns the differences, in order, the same on all towers. It waits for a GPU that is still computing."""
         if self._prints is not None:
             rows, self._prints = self._prints.get(), None
             for number in (rows != rows[0]).any(0).nonzero().flatten().tolist():
@@ -72,13 +73,13 @@ class Comparison:
 
 
 def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Comparison:
-    """Compare what this tower holds with what the others do; all towers call it.
+    """Compares this tower's values with those of the others. All towers call it.
 
-    Fingerprints of tensors on the communicator's device are made there and gathered from there, which on a GPU nobody
-    waits for. What some towers do not hold at all is not compared: garbage is collected on some earlier than on others.
+    Fingerprints of tensors on the communicator's device are made and gathered there, which on a GPU needs no wait.
+    Values that some towers do not hold at all are not compared, because garbage is collected earlier on some towers.
 
     Raises:
-        DisagreementError: on all towers, when some call something else.
+        DisagreementError: on all towers, if some make another call.
     """
     near = [one for one in held if isinstance(one.value, Tensor) and one.value.device == comm.device]
     far = [one for one in held if not isinstance(one.value, Tensor) or one.value.device != comm.device]
@@ -98,17 +99,17 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
 
 
 Description = dict[str, list[str]]
-"""By name of what a tower holds, its kind and a text that is equal for equal values."""
+"""By name of a tower's value: its kind, and a text that is equal for equal values."""
 
 
 def describe(held: Sequence[Held]) -> Description:
-    """Describe what a tower holds for :func:`differences`. Waits for a GPU."""
+    """Describes a tower's values for :func:`differences`. It waits for a GPU."""
     texts = _texts(held)
     return {one.name: [one.kind, texts[one.name]] for one in held}
 
 
 def _texts(held: Sequence[Held]) -> dict[str, str]:
-    """By name, texts of plain values, and of tensors' fingerprints, for which it waits."""
+    """Returns, by name, texts of plain values and of tensors' fingerprints. It waits for the latter."""
     texts = {one.name: repr(one.value) for one in held if not isinstance(one.value, Tensor)}
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for one in held:
@@ -121,10 +122,10 @@ def _texts(held: Sequence[Held]) -> dict[str, str]:
 
 
 def differences(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
-    """The differences between what towers hold, as far as all of them hold it.
+    """Returns the differences between the towers' values, for values that all towers hold.
 
     Args:
-        held: what this tower holds.
+        held: this tower's values.
     """
     plain = {one.name for one in held if not isinstance(one.value, Tensor)}
     different = []
@@ -138,7 +139,7 @@ def differences(towers: Sequence[Description], held: Sequence[Held]) -> list[Dif
 
 
 def groups_of(values: Sequence[object]) -> list[list[int]]:
-    """Towers that hold the same, the largest group first."""
+    """Returns groups of towers with the same value, the largest group first."""
     groups: dict[object, list[int]] = {}
     for tower, value in enumerate(values):
         groups.setdefault(value, []).append(tower)
@@ -146,7 +147,7 @@ def groups_of(values: Sequence[object]) -> list[list[int]]:
 
 
 def who_differs(groups: Sequence[Sequence[int]]) -> str:
-    """``tower 2 differs from towers 0, 1 and 3``, where most agree; else which hold what."""
+    """Returns ``tower 2 differs from towers 0, 1 and 3`` if most towers agree, otherwise a similar description."""
     if all(len(towers) == 1 for towers in groups) and len(groups) > 2:
         return "it is different on every tower"
     majority, *others = groups

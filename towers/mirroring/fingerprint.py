@@ -1,10 +1,10 @@
-"""Fingerprints: 64 bits that tell whether a tensor is the same on all towers (rule R1, docs/concepts/towers.md).
+"""Fingerprints: 64 bits that show whether a tensor is the same on all towers (rule R1, docs/concepts/towers.md).
 
-The bits count, not the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A large tensor is
-first folded, as a matrix of words, into the sums of its columns and of its rows. One changed word changes one column,
-two swapped words change two columns or two rows; only changes at the four corners of a rectangle can cancel. What
-remains is mixed with its position, so that the order counts, and added up. Different words agree with a chance of about
-2^-64.
+The bits count, not the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A large tensor is first
+folded, as a matrix of words, into the sums of its columns and of its rows. One changed word changes one column; two
+swapped words change two columns or two rows. Only changes at the four corners of a rectangle can cancel. The result is
+mixed with its position, so that the order counts, and added up. Different words have equal fingerprints with a
+probability of about 2^-64.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from towers.collectives.communicator import as_bytes
 from towers.system.host_copy import on_device
 
-COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the one before
+COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the previous row
 
 _WORDS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
-# as the int64 that have these bits
+# as the int64 numbers with these bits
 _GOLDEN, _FIRST, _SECOND = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """One fingerprint for each tensor; it depends on the bits and their order, not on strides or on other tensors.
+    """Returns one fingerprint for each tensor. It depends on the bits and their order, not on strides or other tensors.
 
     Args:
         tensors: strided, on one device, of any dtype and shape.
 
     Returns:
-        int64, shape ``(len(tensors),)``, on the tensors' device. Nothing waits for a GPU.
+        int64, shape ``(len(tensors),)``, on the tensors' device. The host does not wait for a GPU.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -59,7 +59,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """Flat words of tensor number ``owner``, the first of which stands at position ``offset`` in it."""
+    """Flat words of tensor number ``owner``, the first of which is at position ``offset`` in it."""
 
     owner: int
     words: Tensor
@@ -67,7 +67,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(owner: int, tensor: Tensor) -> list[_Piece]:
-    """What of a tensor is mixed: all of a small one; of a large one its folded part and the rest."""
+    """Returns the parts of a tensor to mix: all of a small tensor; the folded part and the rest of a large one."""
     memory = as_bytes(tensor)
     if memory.storage_offset() % 8:
         memory = memory.clone()
@@ -84,12 +84,12 @@ def _pieces(owner: int, tensor: Tensor) -> list[_Piece]:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """Mix each int64 in place: SplitMix64's finalizer (Steele, Lea, Flood, 2014), which is one to one."""
+    """Mixes each int64 in place, with SplitMix64's finalizer (Steele, Lea, Flood, 2014), which is one to one."""
     words.bitwise_xor_(_shifted(words, 30)).mul_(_FIRST)
     words.bitwise_xor_(_shifted(words, 27)).mul_(_SECOND)
     return words.bitwise_xor_(_shifted(words, 31))
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros; torch's brings in the sign."""
+    """Returns a shift to the right that fills with zeros; torch's fills with the sign."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Making the towers mirror images: the same parameters and buffers, by name, shape, dtype, order and value."""
+"""Makes the towers mirror images: the same parameters and buffers, by name, shape, dtype, order and value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHUNK_BYTES = 32 * 2**20
 
 
 def check_equal(comm: Communicator, tensors: Sequence[Named]) -> None:
-    """See that all towers hold the same tensors in the same order; one small collective when they do.
+    """Checks that all towers hold the same tensors in the same order. If they do, it takes one small collective.
 
     Raises:
-        MirrorError: on all towers with the same text, naming the first tensor that differs.
+        MirrorError: on all towers with the same message, with the name of the first tensor that differs.
     """
     description = [tensor.describe() for tensor in tensors]
     digests = announce(comm, "the first run() of a model", digest_of(description))
@@ -32,7 +32,7 @@ def check_equal(comm: Communicator, tensors: Sequence[Named]) -> None:
 
 
 def _difference(first: list[list[object]], second: list[list[object]], tower: int) -> str:
-    """The first way in which tower ``tower``'s tensors differ from tower 0's, in a sentence."""
+    """Returns the first way in which tower ``tower``'s tensors differ from tower 0's, as a sentence."""
     advice = "; build the same model on all towers, in the same order"
     for row, other in zip(first, second, strict=False):
         if row == other:
@@ -66,7 +66,7 @@ def _show(value: object) -> str:
 
 @torch.no_grad()
 def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Overwrite every tower's ``tensors`` by tower 0's, in place, in flat pieces of one device."""
+    """Overwrites every tower's ``tensors`` with tower 0's, in place, in flat pieces of one device."""
     places = [_once(tensor) for tensor in tensors]
     for device in dict.fromkeys(place.device for place in places):
         here = [place for place in places if place.device == device]
@@ -76,7 +76,7 @@ def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """The same memory without the repetitions of ``expand``, which cannot be written to."""
+    """Returns the same memory without the repetitions of ``expand``, which cannot be written to."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -84,7 +84,7 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor]) -> None:
-    # As bytes: every dtype travels, also those that a backend knows no arithmetic for.
+    # As bytes, every dtype can be sent, even if a backend has no arithmetic for it.
     flat = torch.cat([as_bytes(tensor) for tensor in chunk])
     comm.broadcast(flat)
     pieces = flat.split([tensor.nbytes for tensor in chunk])

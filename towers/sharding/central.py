@@ -1,23 +1,24 @@
-"""Central storage: parameters and the state of their optimizers lie once in the memory of a host, for all its towers.
+"""Central storage: one copy of parameters and their optimizers' state in the memory of a host, for all its towers.
 
-Each tower updates its shards of the parameters in place, as with ``shard_optimizer=True``, and nothing has to be
-written to the others. On CPU towers the model's parameters are that memory ([Note: one copy, and what a script writes]
-in :mod:`towers.sharding.single_copy`). On accelerators a step goes like this, and no optimizer's state lies on them::
+Each tower updates its shards of the parameters in place, as with ``shard_optimizer=True``, and need not write them to
+the others. On CPU towers, the model's parameters are that memory ([Note: one copy, and what a script writes] in
+:mod:`towers.sharding.single_copy`). On accelerators, a step consists of the following, and no optimizer state is on
+them::
 
-    backward                gradients are averaged as they always are
-    barrier                 all have come to the step
+    backward                gradients are averaged as usual
+    barrier                 all towers have reached the step
     load                    each tower copies its shards of parameters and gradients to the host
     inner.step()            updates the shards there
     barrier                 all parameters are complete
-    spread                  each copies all parameters to its device
+    spread                  each tower copies all parameters to its device
 
-[Note: devices have the say] The shards are copied to the host in every step, also when they have lain there since the
-last one, since a script may have changed the device's. It is one N-th of what goes back.
+[Note: devices have the say] The shards are copied to the host in every step, even if they are still there from the last
+one, because a script may have changed the device's. They are one N-th of the data that is copied back.
 
-[Note: rows of tables] To ask the kernel for the pages of a large table takes longer than to update the few rows that a
-step has used. So a table's pages are asked for when its version says that it was written to, and in every 64th step,
-for the sake of memory. What a script has written by ``table.data`` alone counts without that: each tower takes the
-values of its rows from the model's table before it updates them, and if that has pages of its own, writes them back.
+[Note: rows of tables] Querying the kernel for the pages of a large table takes longer than updating the few rows that a
+step has used. So a table's pages are queried when its version shows that it was written to, and in every 64th step, to
+save memory. Values that a script has written only through ``table.data`` count without that: each tower takes the
+values of its rows from the model's table before it updates them, and writes them back if the table has its own pages.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _OnHost(PeerGroup):
 
 
 def on_one_host(channel: Communicator, timeout: float) -> Communicator:
-    """The same towers as processes of their host, which share memory; a tower alone has nobody to share it with.
+    """Returns the same towers as processes of their host, which share memory. A single tower shares it with no other.
 
     Raises:
         StartupError: on all towers: they cannot share memory.
@@ -88,14 +89,14 @@ def on_one_host(channel: Communicator, timeout: float) -> Communicator:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies in the memory of the host.
+    """The place of a parameter in the memory of the host.
 
     Attributes:
-        copy, offset: the memory, and the byte at which the parameter begins.
-        template: a tensor with its shape, strides and dtype, without memory: state is in that order.
+        copy, offset: the memory, and the byte at which the parameter starts.
+        template: a tensor with its shape, strides and dtype, without memory; its state is in that order.
         shared: the memory, as the inner optimizers update it.
-        address: where the parameter itself has to lie on a CPU tower; 0 on accelerators.
-        table: its gradients are sparse.
+        address: the required address of the parameter itself on a CPU tower; 0 on accelerators.
+        table: whether its gradients are sparse.
     """
 
     copy: SingleCopy
@@ -107,7 +108,7 @@ class _Place:
 
 
 class CentralStorage(ShardTransport):
-    """Keeps the parameters that optimizers step once in the memory of a host.
+    """Keeps one copy of the parameters that optimizers step, in the memory of a host.
 
     Args:
         channel: the towers, over which the gradients are averaged.
@@ -126,11 +127,11 @@ class CentralStorage(ShardTransport):
         if isinstance(channel, SharedMemoryCommunicator):
             self.reduction = self.lazy = ReduceScatter(channel, channel.regions)
         self._places = WeakIdKeyDictionary()  # by parameter
-        # What the model's parameters on CPU towers lie in, and the table that is alone there.
+        # The memory of the model's parameters on CPU towers, and the table that is the only parameter in it.
         self._copies: WeakKeyDictionary[SingleCopy, Callable[[], Tensor | None]] = WeakKeyDictionary()
-        self._versions = WeakIdKeyDictionary()  # of tables, after their last step
+        self._versions = WeakIdKeyDictionary()  # versions of tables, after their last step
         self._steps = 0
-        self._frees = False  # the next step frees what parameters and state have lain in
+        self._frees = False  # whether the next step frees previous memory of parameters and state
 
     # -- meeting -----------------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class CentralStorage(ShardTransport):
             copy.drop_own()
 
     def _is_clean(self, table: Tensor | None) -> bool:
-        """Whether a table's pages need not be asked for (see [Note: rows of tables])."""
+        """Returns whether a table's pages need not be queried (see [Note: rows of tables])."""
         return table is not None and self._steps % _ASK_AGAIN != 0 and self._versions.get(table) == table._version
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class CentralStorage(ShardTransport):
             self._place_in_one(together)
 
     def _place_in_one(self, slots: Sequence[Slot]) -> None:
-        """Place parameters in memory of their own."""
+        """Places parameters in new memory."""
         new = [p for slot in slots if (p := slot.parameter()) is not None]
         offsets = [0]
         for parameter in new:
@@ -238,7 +239,7 @@ class CentralStorage(ShardTransport):
         slots = list(dict.fromkeys(shard.slot for row in shards for shard in row))
 
         def spread() -> None:
-            """Wait until all parameters are complete; accelerators get their new values then."""
+            """Waits until all parameters are complete, and copies their new values to accelerators."""
             self._host.barrier()
             if self._frees:
                 give_back_freed_memory()
@@ -269,7 +270,7 @@ class CentralStorage(ShardTransport):
 
 
 def _copy_rows(source: Tensor, target: Tensor, gradient: Tensor) -> None:
-    """Copy the rows that a gradient has from one table to another, unless they are the same."""
+    """Copies the rows that a gradient has from one table to another, unless they are the same."""
     if not gradient.is_sparse:
         if not torch.equal(source, target):
             target.copy_(source)

@@ -1,10 +1,10 @@
-"""Which way a strategy's optimizers are sharded.
+"""Chooses how a strategy's optimizers are sharded.
 
-[Note: ways to shard] Towers that share memory average their own chunks of the gradients only
+[Note: ways to shard] Towers that share memory average only their own chunks of the gradients
 (:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
-state alone. All others (GPUs, several hosts) average whole gradients, and gather shards and state by collectives. With
-central storage the parameters that are updated, and the state, lie in the memory of one host. :func:`transport_for`
-decides it, and nothing else in the sharded step asks for it.
+state without their help. All other towers (GPUs, several hosts) average whole gradients, and gather shards and state
+with collectives. With central storage, the updated parameters and the state are in the memory of one host.
+:func:`transport_for` decides between them, and no other code of the sharded step depends on the choice.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from towers.sharding.transport import ShardTransport, SharedParameters
 
 
 def transport_for(channel: Communicator, *, central: bool, timeout: float) -> ShardTransport:
-    """The transport between the towers of ``channel``, over which their gradients are averaged; all of them call it.
+    """Returns the transport between the towers of ``channel``, which averages their gradients. All towers call it.
 
     Args:
-        central: whether parameters and state are to lie once in the memory of a host.
-        timeout: seconds that a collective may take.
+        central: whether one copy of parameters and state is in the memory of a host.
+        timeout: seconds for a collective.
 
     Raises:
-        StartupError: on all towers: central storage, and they cannot share memory.
+        StartupError: on all towers: central storage was selected, and they cannot share memory.
     """
     if central:
         from towers.sharding.central import CentralStorage, on_one_host

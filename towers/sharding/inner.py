@@ -1,10 +1,10 @@
-"""The inner optimizer: it does the work of an optimizer whose step is sharded, over this tower's shards.
+"""The inner optimizer: it does the work of a sharded optimizer, over this tower's shards.
 
-[Note: the optimizer stays the script's] The inner optimizer is of the same class with the same settings. The script's
-own ``step`` runs with empty groups, between its hooks. So schedulers, scalers, hooks, ``add_param_group`` and
-``load_state_dict`` work as ever, and only ``optimizer.state[p]`` is refused. The inner optimizer is made at the first
-step, so an optimizer may be created in the scope or later. Shards are the chunks in which the buckets are reduced, so
-any optimizer over any of the parameters fits them.
+[Note: the optimizer stays the script's] The inner optimizer has the same class and settings. The script's own ``step``
+runs with empty groups, between its hooks. So schedulers, scalers, hooks, ``add_param_group`` and ``load_state_dict``
+work as usual, and only ``optimizer.state[p]`` is refused. The inner optimizer is made at the first step, so an
+optimizer may be created in the scope or later. Shards are the chunks in which the buckets are reduced, so any optimizer
+over any of the parameters fits them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from towers.sharding.shards import Shard
 from towers.system.torch_private import compiler_traces
 
 _OWN_SETTINGS = ("params", "capturable")
-"""What an optimizer and its inner one do not have in common: torch.compile makes the outer one alone capturable."""
+"""Settings that an optimizer and its inner one do not share: torch.compile makes only the outer one capturable."""
 
 _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD, SparseAdam)
 
 
 def check_elementwise(optimizer: Optimizer, feature: str, remedy: str) -> None:
-    """See that an optimizer that goes over shards computes the same as one that goes over whole parameters.
+    """Checks that an optimizer computes the same over shards as over whole parameters.
 
     Args:
-        feature, remedy: what the error calls this, and what it advises.
+        feature, remedy: the name of the feature and the advice, for the error.
 
     Raises:
-        MirrorError: that is not known of it.
+        MirrorError: that is not known of the optimizer.
     """
     kind = type(optimizer)
     if kind not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
@@ -62,7 +62,7 @@ def check_elementwise(optimizer: Optimizer, feature: str, remedy: str) -> None:
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Another of the same class with the same settings, without parameters, state or hooks."""
+    """Returns another optimizer of the same class with the same settings, without parameters, state or hooks."""
     inner: Optimizer = object.__new__(type(optimizer))
     hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}  # type: ignore[var-annotated]
     inner.__dict__.update(vars(optimizer), **hooks, state=defaultdict(dict), param_groups=[])
@@ -71,7 +71,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def inner_parameter(shard: Shard, memory: Tensor) -> nn.Parameter:
-    """A parameter of the inner optimizer, in the memory of the shard."""
+    """Returns a parameter of the inner optimizer, in the memory of the shard."""
     parameter = nn.Parameter(memory, requires_grad=False)
     if parameter.dtype != shard.slot.dtype:
         parameter.grad_dtype = shard.slot.dtype
@@ -79,7 +79,7 @@ def inner_parameter(shard: Shard, memory: Tensor) -> nn.Parameter:
 
 
 def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], parameters: list[nn.Parameter]) -> None:
-    """Give the inner optimizer the groups of the other, with this tower's shards.
+    """Gives the inner optimizer the groups of the outer one, with this tower's shards.
 
     Args:
         parameters: the inner optimizer's, one for each shard.
@@ -91,19 +91,19 @@ def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], par
 
 
 def copy_group_settings(source: Optimizer, target: Optimizer) -> None:
-    """Copy what a step, a scheduler or a script has changed in the groups of one of the two."""
+    """Copies settings that a step, a scheduler or a script has changed, from ``source``'s groups to ``target``'s."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update((name, value) for name, value in group.items() if name not in _OWN_SETTINGS)
 
 
 def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any, device: torch.device | None) -> None:
-    """Let the inner optimizer step with the present settings of the other, which calls the hooks.
+    """Lets the inner optimizer step with the present settings of the outer one, which calls the hooks.
 
     Args:
-        device: where it steps, if that is not where the other would.
+        device: the device of the step, if it differs from the outer optimizer's.
     """
     copy_group_settings(optimizer, inner)
-    for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
+    for name in ("grad_scale", "found_inf"):  # torch.amp.GradScaler sets them on fused optimizers
         if hasattr(optimizer, name):
             value = getattr(optimizer, name)
             setattr(inner, name, value.to(device=device) if isinstance(value, Tensor) else value)
@@ -114,7 +114,7 @@ def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any, d
 
 
 def with_closure_called(args: Any, kwargs: Any) -> Any:
-    """The arguments of a step, its closure called once for the optimizer and the inner one both.
+    """Returns the arguments of a step, after calling its closure once for both the outer and the inner optimizer.
 
     Args:
         args: the optimizer first.
@@ -130,7 +130,7 @@ def with_closure_called(args: Any, kwargs: Any) -> Any:
 
 
 class ShardedState(dict[Any, Any]):
-    """Stands for the state of an optimizer whose inner optimizers, one on each tower, have it."""
+    """Replaces the state of an optimizer whose inner optimizers, one on each tower, hold the state."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class ShardedState(dict[Any, Any]):
     def _look(self, *args: Any) -> Any:
         if not compiler_traces():
             self._refuse()
-        return iter(())  # torch.compile looks into the state of an optimizer that it traces, and finds none
+        return iter(())  # torch.compile reads the state of an optimizer that it traces, and finds it empty
 
     __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
     get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]

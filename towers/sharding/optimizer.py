@@ -1,18 +1,18 @@
-"""Sharding the optimizer's step: every tower updates its shards of the parameters, and all get all shards.
+"""Shards the optimizer's step: every tower updates its shards of the parameters, and all towers get all shards.
 
 When an optimizer steps, an inner optimizer does its work (:mod:`towers.sharding.inner`): over this tower's shards of
-the parameters, so that time and state divide by the number of towers. An optimizer that updates each element for itself
-computes the same bits that way. One step goes like this, where towers share memory::
+the parameters, so that time and state are divided by the number of towers. An optimizer that updates each element
+independently computes the same bits that way. If towers share memory, one step consists of the following::
 
     backward                every tower has averaged its chunk of each bucket       towers/gradients/reduce_scatter.py
-    barrier                 all have come to the step
+    barrier                 all towers have reached the step
     inner.step()            updates the shards, with their chunk of the gradients
     spread                  each writes its shards into the others' parameters      towers/sharding/transport.py
     barrier                 all parameters are complete
 
-[Note: sharding is not the default] It is faster where optimizers are slow and as exact, but a gradient that one tower
-alone looks at (``if strategy.is_chief: log(p.grad.norm())``), right without it, becomes an error, and so do optimizers
-that nobody has declared element-wise. What worked must go on working.
+[Note: sharding is not the default] It is faster with slow optimizers, and as exact. But reading a gradient on only one
+tower (``if strategy.is_chief: log(p.grad.norm())``), which is correct without sharding, becomes an error. So do
+optimizers that were not declared element-wise. Code that worked must continue to work.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class OptimizerSharder:
     """Shards the steps of optimizers over a strategy's parameters.
 
     Args:
-        averager: averages these parameters' gradients, by the reduction of ``transport``.
-        transport: how shards reach the other towers.
+        averager: averages these parameters' gradients, with the reduction of ``transport``.
+        transport: sends shards to the other towers.
     """
 
     def __init__(self, averager: GradientAverager, transport: ShardTransport) -> None:
@@ -72,23 +72,23 @@ class OptimizerSharder:
 
     @property
     def state_is_readable(self) -> bool:
-        """Whether ``state_dict()`` of an optimizer is complete on a tower that calls it alone; else all have to."""
+        """Whether a single tower can call an optimizer's ``state_dict()``. Otherwise, all towers must call it."""
         return self._transport.state_is_readable
 
     def is_inner(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` does the work of one that is sharded."""
+        """Returns whether ``optimizer`` does the work of a sharded one."""
         return optimizer in self._inner
 
     def barrier(self, purpose: str) -> None:
-        """Meet all towers where steps begin, so that one that steps alone finds the others come for something else.
+        """Meets all towers where steps start, to detect a tower that steps while others make another call.
 
         Raises:
-            DisagreementError: on all towers, when some have.
+            DisagreementError: on all towers, if some make another call.
         """
         self._transport.barrier(purpose)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """See, before a step of an optimizer, that the inner one does it; all towers call it.
+        """Ensures, before a step of an optimizer, that the inner one does it. All towers call it.
 
         Raises:
             MirrorError: the optimizer cannot be sharded.
@@ -105,16 +105,16 @@ class OptimizerSharder:
 
 @dataclass(frozen=True)
 class _Division:
-    """How one optimizer's parameters are divided among the towers, as the buckets are at present.
+    """The division of one optimizer's parameters among the towers, for the present buckets.
 
     Attributes:
         layout: the buckets.
-        groups: for each of the optimizer's groups, what hinders tables, and the ``id`` of its parameters.
+        groups: for each of the optimizer's groups, the setting that prevents tables, and the ``id`` of its parameters.
         all_shards, shards: every tower's, and this tower's.
         parameters: the inner optimizer's, one for each shard.
         sharded: the parameters that are not updated whole by every tower.
         templates: for each parameter, a tensor with its shape and strides, without memory.
-        spread: brings all towers' shards to all towers.
+        spread: sends all towers' shards to all towers.
     """
 
     layout: BucketLayout
@@ -137,9 +137,9 @@ class ShardedOptimizer:
         self._name = name
         self.inner: Optimizer = inner_optimizer(optimizer)
         self._division: _Division | None = None
-        self._groups: list[list[nn.Parameter]] = []  # of the optimizer, while its own step runs without them
+        self._groups: list[list[nn.Parameter]] = []  # the optimizer's groups, while its own step runs without them
         self._depth = 0
-        self._unused: dict[Any, dict[str, Any]] = {}  # state of parameters that are in no group at present
+        self._unused: dict[Any, dict[str, Any]] = {}  # state of parameters that are presently in no group
         key = averager.keys.new()
         self._readable = transport.readable_state(key)
         self._hidden: Any = None
@@ -151,7 +151,7 @@ class ShardedOptimizer:
         weakref.finalize(optimizer, transport.release, key)
 
     def move_hooks(self, optimizer: Optimizer) -> None:
-        """See that the inner one steps after all other hooks of the optimizer, which find its parameters again."""
+        """Ensures that the inner one steps after all other hooks of the optimizer, which see its parameters."""
         before, after = self._hooks
         pre_hooks, post_hooks = step_hooks(optimizer)
         pre_hooks.move_to_end(before)
@@ -161,7 +161,7 @@ class ShardedOptimizer:
 
     @disable_dynamo
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Let the inner one step, and leave the optimizer's own step nothing to do."""
+        """Lets the inner one step, and leaves no work for the optimizer's own step."""
         self._depth += 1
         if self._depth > 1:  # a subclass has called its parent's step
             return None
@@ -189,7 +189,7 @@ class ShardedOptimizer:
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         division = self._division
         if division is not None and division.layout is self._averager.layout:
-            self._transport.restore_places(division.sharded)  # before others write there
+            self._transport.restore_places(division.sharded)  # before other towers write there
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         new = "" if isinstance(optimizer.state, ShardedState) else " and new state"
         self._transport.begin(f"steps {self._name} with {len(parameters)} parameters{new}", parameters)
@@ -211,7 +211,7 @@ class ShardedOptimizer:
                 f"but has to update them in place (p.data.copy_(…)); or {self._transport.remedy}"
             )
         for parameter in division.parameters:
-            parameter.grad = None  # a gradient that is held keeps its memory from being used again
+            parameter.grad = None  # the memory of a held gradient cannot be used again
         if self._readable is not None:
             self._readable.keep(self.inner.state, division.parameters)
         division.spread()
@@ -221,7 +221,7 @@ class ShardedOptimizer:
     # -- dividing ----------------------------------------------------------------------------------------
 
     def _divide(self, optimizer: Optimizer, groups: list[list[Any]]) -> _Division:
-        """Divide the parameters as the buckets are divided now; state goes along."""
+        """Divides the parameters like the present buckets, and their state with them."""
         slots = [[self._slot_of(p, group) for p in group["params"]] for group in optimizer.param_groups]
         flat = [slot for group in slots for slot in group]
         if len(set(flat)) != len(flat):
@@ -255,7 +255,10 @@ class ShardedOptimizer:
         raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{hindrance}")
 
     def _cut(self, slots: Sequence[Slot]) -> dict[Slot, list[int]]:
-        """Where tower 0 cuts parameters; those that some tower cannot shard are missing, and updated whole by all."""
+        """Returns where tower 0 splits parameters, without parameters that some tower cannot shard.
+
+        All towers update the latter whole.
+        """
         channel = self._transport.channel
         local = [self._can_be_sharded(slot) and cut_rows(slot, channel.size) for slot in slots]
         rows = channel.all_gather_json(local)
@@ -275,14 +278,14 @@ class ShardedOptimizer:
         parameter = slot.parameter()
         if parameter is None or not parameter.numel() or not is_dense(parameter):
             return False
-        if parameter.dtype != slot.dtype:  # it cannot lie in a bucket's region as its gradient does in the bucket
+        if parameter.dtype != slot.dtype:  # its place in a bucket's region would differ from its gradient's
             return False
         return self._transport.can_place(parameter)
 
     # -- state -------------------------------------------------------------------------------------------
 
     def _take_state(self, optimizer: Optimizer, division: _Division) -> None:
-        """Shard the optimizer's own state, which it has had from its creation or was just given (load_state_dict)."""
+        """Shards the optimizer's own state, which it has had from its creation or just received (load_state_dict)."""
         shards: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for shard, parameter in zip(division.shards, division.parameters, strict=True):
             if state := optimizer.state.get(shard.parameter):
@@ -291,7 +294,7 @@ class ShardedOptimizer:
         optimizer.state = ShardedState(self._name)  # type: ignore[assignment]
 
     def _whole_state(self) -> dict[Any, dict[str, Any]]:
-        """The ordinary state, by parameter; where it is readable a tower can ask alone."""
+        """Returns the ordinary state, by parameter. If the state is readable, a single tower can call it."""
         division = self._division
         assert division is not None
         blocks = None if self._readable is None else self._readable.blocks()
@@ -302,7 +305,7 @@ class ShardedOptimizer:
         return sharded_state.merge(division.all_shards, blocks, division.templates, self._transport.state_device)
 
     def _show_state(self, optimizer: Optimizer) -> None:
-        """Give the optimizer its ordinary state, for ``state_dict()``."""
+        """Gives the optimizer its ordinary state, for ``state_dict()``."""
         self._hidden = optimizer.state
         if isinstance(optimizer.state, ShardedState):
             whole = self._whole_state()
@@ -314,5 +317,8 @@ class ShardedOptimizer:
 
 
 def _hindrance(group: Mapping[str, Any]) -> str | None:
-    """What in a group is not possible with rows of a table; torch's fused kernels take no sparse gradients."""
+    """Returns the setting of a group that prevents rows of a table, or None.
+
+    torch's fused kernels accept no sparse gradients.
+    """
     return next((name for name in ("momentum", "fused") if group.get(name)), None)

@@ -1,4 +1,4 @@
-"""How an optimizer's parameters are divided: every tower updates its chunk of each bucket, and its rows of tables."""
+"""The division of an optimizer's parameters: every tower updates its chunk of each bucket, and its rows of tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from towers.gradients.buckets import DenseSlot
 from towers.gradients.slots import Slot
 
 _PIECE_BYTES = 2**19
-"""An optimizer goes over a parameter several times; over a piece of this size it does so within the cache."""
+"""An optimizer traverses a parameter several times. A piece of this size stays in the cache between traversals."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Shard:
     Attributes:
         group: index of the optimizer's parameter group.
         slot: the parameter's.
-        start, end: which of its elements, in the order in which they lie in memory.
-        whole: the parameter is not divided; every tower updates all of it.
+        start, end: the range of its elements, in memory order.
+        whole: whether the parameter is not divided, and every tower updates all of it.
     """
 
     group: int
@@ -44,18 +44,18 @@ class Shard:
         return (self.end - self.start) * self.slot.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shard of a tensor with the parameter's shape and strides: flat, or the tensor itself; no copy."""
+        """Returns the shard of a tensor with the parameter's shape and strides: a flat view, or the tensor itself."""
         if self.whole or tensor.dim() == 0:
             return tensor.detach()
         return tensor.as_strided((self.end - self.start,), (1,), tensor.storage_offset() + self.start)
 
     def is_at(self, place: Tensor, tensor: Tensor) -> bool:
-        """Whether ``place`` is :meth:`of` ``tensor``."""
+        """Returns whether ``place`` is the result of :meth:`of` for ``tensor``."""
         offset = 0 if self.whole else self.start * self.slot.dtype.itemsize
         return place.data_ptr() == tensor.data_ptr() + offset
 
     def gradient(self) -> Tensor | None:
-        """The shard of the parameter's gradient, if there is one."""
+        """Returns the shard of the parameter's gradient, or None."""
         parameter, gradient = self.parameter, self.slot.gradient
         if gradient is not None and not gradient.is_sparse and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
@@ -64,7 +64,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowShard(Shard):
-    """Rows ``start`` to ``end`` of a parameter whose gradients are sparse."""
+    """Rows ``start`` to ``end`` of a parameter with sparse gradients."""
 
     def of(self, tensor: Tensor) -> Tensor:
         if tensor.is_sparse:
@@ -73,11 +73,13 @@ class RowShard(Shard):
 
 
 def cut_rows(slot: Slot, towers: int) -> list[int]:
-    """The rows of a table at which the towers' shards begin, and where the last one ends; [0] of what buckets cut.
+    """Returns the rows of a table at which the towers' shards start, and the end of the last one.
 
-    [Note: cuts between rows] Which rows are used is as uneven as words are, and much the same in all steps. So the rows
-    that the present gradient has are cut into equal parts. Every n-th row would be as even, but torch adds a sparse
-    gradient to rows with gaps between them one by one.
+    For a parameter that buckets split, it returns [0].
+
+    [Note: cuts between rows] The used rows are distributed as unevenly as words are, and similarly in all steps. So the
+    rows that the present gradient has are split into equal parts. Every n-th row would be as even, but torch adds a
+    sparse gradient one by one to rows with gaps between them.
     """
     if isinstance(slot, DenseSlot):
         return [0]
@@ -91,11 +93,11 @@ def cut_rows(slot: Slot, towers: int) -> list[int]:
 def shards_of(
     tower: int, groups: Sequence[Sequence[Slot]], cuts: Mapping[Slot, Sequence[int]], towers: int
 ) -> list[Shard]:
-    """The shards of one tower, in the order of the optimizer's parameters.
+    """Returns the shards of one tower, in the order of the optimizer's parameters.
 
     Args:
         groups: the optimizer's.
-        cuts: :func:`cut_rows` of the parameters that are to be divided.
+        cuts: :func:`cut_rows` of the parameters to divide.
     """
     shards: list[Shard] = []
     for group, slots in enumerate(groups):
@@ -116,14 +118,14 @@ def shards_of(
 
 
 def ranges(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
-    """What shards cover, by the index of the bucket, in as few pieces as can be."""
+    """Returns the ranges that shards cover, by the index of the bucket, in as few pieces as possible."""
     covered: dict[int, list[tuple[int, int]]] = {}
     dense = [(shard.slot, shard) for shard in shards if isinstance(shard.slot, DenseSlot)]
     for slot, shard in sorted(dense, key=lambda pair: (pair[0].bucket.index, pair[0].start, pair[1].start)):
         pieces = covered.setdefault(slot.bucket.index, [])
         real = 2 if slot.dtype.is_complex else 1
         start, end = slot.start + real * shard.start, slot.start + real * shard.end
-        # Between them may be nothing but the room that aligns the second.
+        # Between them may be only the gap that aligns the second.
         if pieces and start - pieces[-1][1] < slot.bucket.alignment:
             start, _ = pieces.pop()
         pieces.append((start, end))

@@ -1,12 +1,12 @@
-"""Memory that the towers of a host have one copy of.
+"""Memory of which the towers of a host have one copy.
 
-[Note: one copy, and what a script writes] Parameters that several towers have in common must not be written to by all
-of them: a script's ``p.data.mul_(0.9)`` would count once for each tower. So a tower maps the memory twice. Inner
-optimizers update it where it is shared; the model's parameters lie in a mapping of copy-on-write pages. Those show
-what is updated, and a page that the script writes to becomes this tower's own. All towers write the same (rule R1), so
-at the next step one tower's pages become the shared ones, and all towers drop theirs. A script sees nothing of that.
-Which pages are a tower's own the kernel knows; asking it takes some 6 µs for each MB, and 15 before Linux 6.7. Pages
-that hold what the shared ones do are no change: a tower alone may evaluate other weights and put these back.
+[Note: one copy, and what a script writes] Parameters that several towers share must not be written to by all of them: a
+script's ``p.data.mul_(0.9)`` would count once for each tower. So a tower maps the memory twice. Inner optimizers update
+the shared mapping. The model's parameters are in a mapping of copy-on-write pages. Those show the updates, and a page
+that the script writes to becomes this tower's own. All towers write the same (rule R1), so at the next step one tower's
+pages become the shared ones, and all towers drop theirs. A script sees no difference. The kernel reports which pages
+are a tower's own. Querying it takes some 6 µs per MB, and 15 before Linux 6.7. Pages with the same content as the
+shared ones are not a change: a single tower may evaluate other weights and then restore these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from towers.errors import MirrorError
 from towers.mirroring.fingerprint import fingerprints
 from towers.system.memory_layout import view_like
 
-_IN_MEMORY, _OF_FILE = 0b110, 0b001  # the three highest bits of a page's entry: present, swapped out; not private
+_IN_MEMORY, _OF_FILE = 0b110, 0b001  # of the three highest bits of a page's entry: present, swapped out; not private
 
 # PAGEMAP_SCAN and its argument, struct pm_scan_arg (Linux, Documentation/admin-guide/mm/pagemap.rst).
 _SCAN, _SCAN_ARGUMENT = 0xC0606610, struct.Struct("12Q")
@@ -51,15 +51,18 @@ class SingleCopy:
         self._view = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
 
     def shared(self, like: Tensor, offset: int) -> Tensor:
-        """The memory from byte ``offset`` on, in the shape, strides and dtype of a tensor; all towers see updates."""
+        """Returns the memory from byte ``offset`` on, in the shape, strides and dtype of ``like``.
+
+        All towers see updates.
+        """
         return _tensor(self._shared, like, offset)
 
     def view(self, like: Tensor, offset: int) -> Tensor:
-        """The same for reading, with a storage of its own; what this tower writes there becomes its own."""
+        """Returns the same for reading, with its own storage. Data that this tower writes there become its own."""
         return _tensor(self._view, like, offset)
 
     def is_changed(self) -> bool:
-        """Whether this tower has written something else than is shared."""
+        """Returns whether this tower has written other values than the shared ones."""
         if not self._has_own_pages():
             return False
         changed = not torch.equal(self._view.view(torch.int64), self._shared.view(torch.int64))
@@ -68,17 +71,17 @@ class SingleCopy:
         return changed
 
     def fingerprint(self) -> int:
-        """What the memory is, as this tower sees it."""
+        """Returns a fingerprint of the memory, as this tower sees it."""
         return int(fingerprints([self._view]))
 
     def _has_own_pages(self) -> bool:
-        """Whether the kernel says so, or says nothing."""
+        """Returns whether the kernel reports own pages, or reports nothing."""
         start, nbytes = self._view.data_ptr(), self._view.nbytes
         with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pages:
             region = (ctypes.c_uint64 * 3)()
             first_page = (start, start + nbytes, 0, ctypes.addressof(region), 1, 1)
             not_of_file = (_IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, _IS_PRESENT_OR_SWAPPED)
-            with contextlib.suppress(OSError):  # which an older kernel raises
+            with contextlib.suppress(OSError):  # raised by older kernels
                 question = _SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, 0, *first_page, *not_of_file)
                 return bool(ioctl(pages, _SCAN, bytearray(question)))
             count = nbytes // mmap.PAGESIZE
@@ -88,13 +91,13 @@ class SingleCopy:
         return True
 
     def publish(self) -> None:
-        """Let this tower's own pages be the shared ones."""
+        """Makes this tower's own pages the shared ones."""
         self._shared.copy_(self._view)
 
     def drop_own(self) -> None:
-        """Drop this tower's own pages: it sees the shared ones again."""
+        """Drops this tower's own pages, so that it sees the shared ones again."""
         memory = ctypes.c_void_p(self._view.data_ptr()), ctypes.c_size_t(self._view.nbytes)
-        if ctypes.CDLL(None).madvise(*memory, mmap.MADV_DONTNEED) != 0:  # it is locked (mlockall)
+        if ctypes.CDLL(None).madvise(*memory, mmap.MADV_DONTNEED) != 0:  # the memory is locked (mlockall)
             self._view.copy_(self._shared)
 
 
@@ -105,17 +108,17 @@ def _tensor(memory: Tensor, like: Tensor, offset: int) -> Tensor:
 
 
 def give_back_freed_memory() -> None:
-    """Give the kernel the memory that this process has freed, and kept (:func:`machine.keep_freed_memory`)."""
+    """Returns memory to the kernel that this process has freed, and kept (:func:`machine.keep_freed_memory`)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def allocate(host: Communicator, nbytes: int) -> SingleCopy:
-    """Zeros, once for all towers, which are processes of one host; all of them call it.
+    """Allocates zeros, once for all towers, which are processes of one host. All of them call it.
 
     Raises:
-        MirrorError: on all towers: the memory is not there.
+        MirrorError: on all towers: the memory is not available.
     """
     segment, path, copy, problem = None, "", None, ""
     if host.index == 0:
@@ -130,7 +133,7 @@ def allocate(host: Communicator, nbytes: int) -> SingleCopy:
             copy = SingleCopy(path, os.stat(path).st_size)
         except (OSError, RuntimeError) as error:
             problem = str(error)
-    problems = [reply.decode() for reply in host.all_gather_bytes(problem.encode())]  # all have mapped it, or not
+    problems = [reply.decode() for reply in host.all_gather_bytes(problem.encode())]  # all have tried to map it
     if segment is not None:
         segment.close_file()
     if copy is None or any(problems):

@@ -1,12 +1,12 @@
-"""An optimizer's state in shards: taken from the ordinary one, and merged into it again.
+"""An optimizer's state in shards: split from the ordinary state, and merged into it again.
 
-A tower keeps the state of its shards as one block of bytes, which on one host lies where the others can read it::
+A tower keeps the state of its shards as one block of bytes, which the others on the same host can read::
 
     | length of the header (8 bytes) | header: JSON, an entry for each value | values |
 
-[Note: one tower can read a sharded state] The block lies in memory that all towers of the host map as soon as it was
-made, and it is written to only after a barrier that every reader has come to. So ``state_dict()`` under ``if
-strategy.is_chief:`` works, also when the other towers have ended. Across hosts it is a collective.
+[Note: one tower can read a sharded state] The block is in memory that all towers of the host map as soon as it was
+allocated. It is written to only after a barrier that every reader has reached. So ``state_dict()`` under ``if
+strategy.is_chief:`` works, even when the other towers have ended. Across hosts, it is a collective.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard
 
-_ROOM = 64  # bytes for numbers of a header that grow
+_ROOM = 64  # bytes for growing numbers of a header
 
 State = MutableMapping[Any, dict[str, Any]]
 """Like ``Optimizer.state``: values by name, for each parameter."""
 
 
 def shard_of(state: Mapping[str, Any], shard: Shard, device: torch.device | None = None) -> dict[str, Any]:
-    """Copies of what belongs to a shard in a parameter's state.
+    """Returns copies of a shard's part of a parameter's state.
 
     Args:
-        device: where the copies are to lie; None: where the state does.
+        device: the device of the copies; None: the state's.
 
     Raises:
-        TypeError: a value has neither the parameter's shape nor none.
+        TypeError: a value is a tensor with neither the parameter's shape nor the shape ().
     """
     parameter = shard.parameter
     own: dict[str, Any] = {}
@@ -60,15 +60,15 @@ def _zeros(nbytes: int) -> Tensor:
 
 
 def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor] | None = None) -> Tensor:
-    """The state of shards as one block.
+    """Returns the state of shards as one block.
 
     Args:
         parameters: the shards.
-        allocate: gives a flat tensor of bytes on the CPU, at least as long as asked; the state's tensors lie there from
-            now on.
+        allocate: returns a flat tensor of bytes on the CPU, at least as long as requested. From then on, the state's
+            tensors are in it.
 
     Raises:
-        TypeError: a value is neither a tensor nor anything that JSON knows.
+        TypeError: a value is neither a tensor nor a JSON value.
     """
     text, tensors, end = _describe(state, parameters)
     start = -(-(8 + len(text) + _ROOM) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
@@ -85,7 +85,7 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
 def _describe(
     state: State, parameters: Sequence[nn.Parameter]
 ) -> tuple[bytes, list[tuple[int, str, Tensor, int]], int]:
-    """A block's header; its tensors (number of the shard, name, value, where it begins); where the last one ends."""
+    """Returns a block's header, its tensors (number of the shard, name, value, start), and the end of the last one."""
     header: list[list[Any]] = []
     tensors: list[tuple[int, str, Tensor, int]] = []
     end = 0
@@ -102,7 +102,7 @@ def _describe(
 
 
 def _write_header(block: Tensor, text: bytes, start: int) -> None:
-    """Fill what lies before the values, so that a later header may be longer."""
+    """Fills the block before the values, so that a later header may be longer."""
     block[:8].view(torch.int64)[0] = start - 8
     block[8:start].copy_(from_bytes(text.ljust(start - 8)))
 
@@ -113,7 +113,7 @@ def merge(
     templates: Mapping[Slot, Tensor],
     device: torch.device | None = None,
 ) -> dict[Tensor, dict[str, Any]]:
-    """The whole state, by parameter: copies, on the devices where it was, or on ``device``.
+    """Returns the whole state, by parameter: copies, on the devices of the original, or on ``device``.
 
     Args:
         shards, blocks: every tower's.
@@ -140,7 +140,7 @@ def merge(
 
 
 def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
-    """A block's values: number of the shard, name, value (tensors are views), whether on the parameter's device."""
+    """Yields a block's values: number of the shard, name, value (or view), whether on its parameter's device."""
     length = int(block[:8].view(torch.int64)[0])
     start = -(-(8 + length) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
@@ -153,7 +153,7 @@ def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
 
 
 class ReadableState:
-    """Keeps the state of one optimizer's shards where other towers can read it, also when this tower has ended.
+    """Keeps the state of one optimizer's shards where other towers can read it, even after this tower has ended.
 
     See [Note: one tower can read a sharded state].
 
@@ -168,7 +168,7 @@ class ReadableState:
         self._blocks: list[Tensor | None] = []
 
     def keep(self, state: State, parameters: Sequence[nn.Parameter]) -> None:
-        """Move the state of this tower's shards into its block, unless all of it is there already."""
+        """Moves the state of this tower's shards into its block, unless all of it is there already."""
         first = self._block.data_ptr()
         inside = range(first, first + self._block.nbytes)
         values = (value for entries in state.values() for value in entries.values())
@@ -186,12 +186,15 @@ class ReadableState:
         return _zeros(nbytes) if block is None else block
 
     def map_peers(self) -> None:
-        """Map the blocks of all towers, which all call this after a barrier."""
+        """Maps the blocks of all towers. All towers call it after a barrier."""
         self._blocks = self._regions.map_blocks(self._key)
         if self._regions.newly_mapped:
             self._regions.barrier.wait()
             self._regions.close_files()
 
     def blocks(self) -> list[Tensor | None] | None:
-        """Every tower's block (or None: it has no state), if all of them could be had; shapes (bytes,)."""
+        """Returns every tower's block, of shape (bytes,), or None if a block is not available.
+
+        A tower without state has None as its block.
+        """
         return None if any(block is not None and not block.numel() for block in self._blocks) else self._blocks

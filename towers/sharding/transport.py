@@ -1,9 +1,9 @@
-"""How updated shards of parameters, and the state of their optimizers, reach the other towers.
+"""Sends updated shards of parameters, and the state of their optimizers, to the other towers.
 
-[Note: every tower keeps its parameters] Towers that shared one copy of the parameters could not each update it by code
-of the script's, such as ``p.data.mul_(0.9)``. Here every tower has parameters of its own, in a shared region, and
-writes its shards into the others' during a step only. Central storage (:mod:`towers.sharding.central`) has one copy,
-and a view of it for each tower, which a tower's own writes are kept in.
+[Note: every tower keeps its parameters] Towers that shared one copy of the parameters could not each update it with the
+script's code, such as ``p.data.mul_(0.9)``. Here, every tower has its own parameters, in a shared region, and writes
+its shards into the others' only during a step. Central storage (:mod:`towers.sharding.central`) has one copy, and a
+view of it for each tower that keeps the tower's own writes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from towers.system.torch_private import storage_holders
 
 
 class ShardTransport:
-    """Brings shards to the other towers: here by gathering them in one collective.
+    """Sends shards to the other towers: in this class, by gathering them in one collective.
 
     Attributes:
         channel: the towers, over which the gradients are averaged.
-        reduction: makes the gradients that shards are updated with.
-        lazy: completes them, where a tower has averaged its own chunk only.
-        state_is_readable: whether a tower alone can read all towers' state.
+        reduction: computes the gradients with which shards are updated.
+        lazy: completes them, if a tower has averaged only its own chunk; otherwise None.
+        state_is_readable: whether a single tower can read all towers' state.
         takes_sparse: whether parameters with sparse gradients can be sharded.
-        state_device: where the state that ``state_dict()`` gives lies; None: where the optimizer keeps it.
-        feature, remedy: what errors call it, and what they advise.
+        state_device: the device of the state in ``state_dict()``. None: the device where the optimizer keeps it.
+        feature, remedy: the name and the advice in errors.
     """
 
     state_is_readable: bool = False
@@ -53,23 +53,26 @@ class ShardTransport:
         self.channel = channel
 
     def barrier(self, purpose: str) -> None:
-        """Meet all towers, which are about to do the same, such as "comes to run 2".
+        """Meets all towers, which are about to do the same, such as "reaches check_mirrored()".
 
         Raises:
-            DisagreementError: on all towers, when some are about to do something else.
+            DisagreementError: on all towers, if some are about to do something different.
         """
         announce(self.channel, purpose)
 
     def begin(self, purpose: str, parameters: Iterable[Tensor]) -> None:
-        """:meth:`barrier` of a step, such as "steps Adam", of parameters; they are the script's no more."""
+        """Calls :meth:`barrier` for a step of parameters, such as "steps Adam".
+
+        The script must not change the parameters from then on.
+        """
         self.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
-        """Whether :meth:`place` may be asked for it."""
+        """Returns whether :meth:`place` supports the parameter."""
         return True
 
     def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
-        """Prepare for these parameters; all towers call it after :meth:`begin`.
+        """Prepares for these parameters. All towers call it after :meth:`begin`.
 
         Args:
             layout: the buckets.
@@ -77,14 +80,14 @@ class ShardTransport:
         """
 
     def restore_places(self, slots: Sequence[Slot]) -> None:
-        """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
+        """Moves parameters back to the places from :meth:`place`, if a script has given them other memory."""
 
     def home(self, shard: Shard) -> Tensor:
-        """The memory in which the inner optimizer updates a shard of a parameter that was placed."""
+        """Returns the memory in which the inner optimizer updates a shard of a placed parameter."""
         return shard.of(shard.parameter)
 
     def load(self, shards: Sequence[Shard], parameters: Sequence[nn.Parameter]) -> None:
-        """Give the inner optimizer's parameters, one for each of this tower's shards, their values and gradients."""
+        """Gives the inner optimizer's parameters, one for each of this tower's shards, their values and gradients."""
         for shard, parameter in zip(shards, parameters, strict=True):
             outer = shard.parameter
             if not shard.is_at(parameter, outer):  # a script has given the parameter other memory
@@ -92,7 +95,7 @@ class ShardTransport:
             parameter.grad = shard.gradient()
 
     def gather_gradients(self, slots: Iterable[Slot], *, whole: bool) -> None:
-        """See that gradients are there as far as a step needs them; all towers call it.
+        """Gathers gradients as far as a step needs them. All towers call it.
 
         Args:
             slots: the sharded parameters'.
@@ -102,7 +105,7 @@ class ShardTransport:
             self.lazy.gather()
 
     def readable_state(self, key: int) -> ReadableState | None:
-        """Where an optimizer keeps its state if a tower alone can read all of it; None where it cannot.
+        """Returns the memory of an optimizer's state that a single tower can read completely, or None if there is none.
 
         Args:
             key: the key of its memory.
@@ -110,14 +113,16 @@ class ShardTransport:
         return None
 
     def release(self, key: int) -> None:
-        """Forget what :meth:`readable_state` keeps under ``key``."""
+        """Forgets the memory of :meth:`readable_state` under ``key``."""
         self.channel.release(key)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        """Make what brings every tower's shards to all towers; all call that when each has updated its own.
+        """Returns a function that sends every tower's shards to all towers.
+
+        All towers call that function after they have updated their own shards.
 
         Args:
-            shards: every tower's; none that is whole.
+            shards: every tower's, without whole ones.
         """
         sizes = [[shard.nbytes for shard in row] for row in shards]
         longest = max(map(sum, sizes))
@@ -139,7 +144,7 @@ class ShardTransport:
 class SharedParameters(ShardTransport):
     """Keeps parameters in shared regions, where towers of one host write their shards into each other's.
 
-    A bucket's region holds its parameters as its buffer holds their gradients.
+    A bucket's region contains its parameters in the same way as its buffer contains their gradients.
     """
 
     state_is_readable = True
@@ -151,14 +156,14 @@ class SharedParameters(ShardTransport):
         self._regions = channel.regions
         self._layout: BucketLayout | None = None
         self._keys: dict[int, int] = {}  # by the index of a bucket
-        self._addresses = WeakIdKeyDictionary()  # by parameter: where it was put
+        self._addresses = WeakIdKeyDictionary()  # by parameter: its address there
         self._templates = WeakIdKeyDictionary()  # by parameter: its shape and strides there, without memory
 
     def barrier(self, purpose: str) -> None:
         self.reduction.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
-        # Two parameters that share memory would not share it any more.
+        # Two parameters that share memory would no longer share it.
         return storage_holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
 
     def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
@@ -173,17 +178,17 @@ class SharedParameters(ShardTransport):
                 self._keys[bucket.index] = key = keys.new()
                 self._regions.allocate(key, bucket.numel, bucket.dtype)
         self.restore_places(slots)
-        self._regions.barrier.wait()  # now all can be mapped
+        self._regions.barrier.wait()  # now all regions can be mapped
 
     def restore_places(self, slots: Sequence[Slot]) -> None:
         for slot in _dense(slots):
             parameter = slot.parameter()
             assert parameter is not None
             if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
-                continue  # of another dtype, the buckets are laid out anew
+                continue  # with another dtype, the buckets are laid out again
             memory = self._regions.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
             if memory is not None:
-                # Its strides stay what they were when it was sharded: state is in their order.
+                # It keeps the strides that it had when it was sharded, because its state is in their order.
                 template = self._templates.setdefault(parameter, parameter.detach().to("meta"))
                 place = view_like(template, memory)
                 self._addresses[parameter] = place.data_ptr()
@@ -199,12 +204,12 @@ class SharedParameters(ShardTransport):
         gathering = super().plan
 
         def spread() -> None:
-            """Write this tower's shards into the others' parameters; gather those of buckets that have no region."""
+            """Writes this tower's shards into the others' parameters. Gathers shards of buckets without a region."""
             without = set()
             with InStep(self._regions.barrier):
                 for bucket, key in keys.items():
                     tensors = self._regions.map_peers(key)
-                    if tensors is None:  # no room for a region on some tower
+                    if tensors is None:  # some tower has no memory for a region
                         without.add(bucket)
                         continue
                     for start, end in local.get(bucket, ()):

@@ -1,2 +1,4 @@
-"""The ground: devices, this machine, its network, nested structures, flat memory. It imports nothing of ours but
-errors."""
+"""The lowest layer: devices, this machine, its network, nested structures, flat memory.
+
+It imports nothing of this project but errors.
+"""

@@ -1,4 +1,4 @@
-"""Hooks of autograd: when a parameter's gradient is there, and when all of a backward is done."""
+"""Hooks of autograd: when a parameter's gradient is ready, and when a backward has finished."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from towers.system.torch_private import current_autograd_node, last_gradient_hoo
 class GradientHook:
     """Calls back when autograd has added to a parameter's gradient.
 
-    The hooks of a parameter run in the order in which they were registered. One that the script registers later runs
+    The hooks of a parameter run in the order in which they were registered. A hook that the script registers later runs
     after this one, and may still change the gradient.
 
     Args:
-        parameter: a leaf, trainable or not: it may be thawed at any time. It is not kept alive.
+        parameter: a leaf, trainable or not, because it may be unfrozen at any time. It is not kept alive.
         call: called with the parameter.
     """
 
@@ -29,30 +29,30 @@ class GradientHook:
 
     def _register(self, parameter: Tensor) -> Any:
         trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch hooks no others
+        parameter.requires_grad_(True)  # torch hooks only such tensors
         handle = parameter.register_post_accumulate_grad_hook(self._call)
         parameter.requires_grad_(trainable)
         return handle
 
     def is_last(self, parameter: Tensor) -> bool:
-        """Whether no other hook of the parameter comes after this one."""
+        """Returns whether no other hook of the parameter runs after this one."""
         return bool(last_gradient_hook(parameter) == self._handle.id)
 
     def come_last(self) -> None:
-        """Come after all other hooks that the parameter has now. Not to be called during a backward."""
+        """Moves this hook behind all other present hooks of the parameter. It must not be called during a backward."""
         if (parameter := self._parameter()) is not None:
             self._handle.remove()
             self._handle = self._register(parameter)
 
     def remove(self) -> None:
-        """Do not call back any more."""
+        """Stops calling back."""
         self._handle.remove()
 
 
 def when_backward_is_done(call: Callable[[], None]) -> None:
-    """From within a backward: have ``call`` called when autograd has done all of it.
+    """Schedules ``call``, from within a backward, for the end of the whole backward.
 
-    Reentrant checkpoints run a backward of their own within a node of another one: the outermost counts.
+    Reentrant checkpoints run their own backward within a node of another one. The outermost one counts.
     """
 
     def at_end() -> None:
@@ -66,7 +66,7 @@ def when_backward_is_done(call: Callable[[], None]) -> None:
 
 
 def _soon_after(node: Any, call: Callable[[], None]) -> None:
-    """Have ``call`` called in the backward that runs ``node`` now, when it comes to a node after that one."""
+    """Schedules ``call`` in the backward that runs ``node`` now, for when it reaches a node after that one."""
     handles: list[Any] = []
 
     def before_next(_: Any) -> None:

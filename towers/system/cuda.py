@@ -1,4 +1,4 @@
-"""What only CUDA has: graphs that work is captured in."""
+"""Features of CUDA only: graphs that capture work."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream's work is captured as a CUDA graph, instead of done."""
+    """Returns whether the current stream's work is captured as a CUDA graph, instead of executed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Which devices a worker's towers run on."""
+"""The devices on which a worker's towers run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Device = str | torch.device
 
 @functools.cache
 def module_of(kind: str) -> ModuleType | None:
-    """torch's module for a kind of device (such as ``torch.xpu``); None where torch knows no such kind."""
+    """Returns torch's module for a kind of device (such as ``torch.xpu``), or None if torch has no such kind."""
     try:
         module: ModuleType = torch.get_device_module(kind)
     except RuntimeError:
@@ -23,25 +23,25 @@ def module_of(kind: str) -> ModuleType | None:
 
 
 def accelerator_kind() -> str:
-    """The kind of accelerator that this process sees ("cuda", "xpu" …); "cpu" where it sees none."""
+    """Returns the kind of accelerator that this process sees ("cuda", "xpu" …), or "cpu" if it sees none."""
     device = torch.accelerator.current_accelerator()
     return device.type if device is not None and count_of(device.type) else "cpu"
 
 
 def count_of(kind: str) -> int:
-    """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
-    here = torch.accelerator.current_accelerator()  # torch_tpu lets nobody but torch call its device_count
+    """Returns how many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and similar variables apply)."""
+    here = torch.accelerator.current_accelerator()  # torch_tpu lets only torch call its device_count
     return torch.accelerator.device_count() if here is not None and here.type == kind and module_of(kind) else 0
 
 
 def parse(device: Device) -> torch.device:
-    """One device from its name.
+    """Returns one device from its name.
 
-    Takes torch's names (``"cuda:1"``, ``"xpu:0"``, ``"cpu:0"``) and TensorFlow's (``"/gpu:1"``, ``"GPU:1"``,
-    ``"/device:CPU:0"``), whose GPUs are the accelerators that there are. Without a number it is number 0.
+    It accepts torch's names (``"cuda:1"``, ``"xpu:0"``, ``"cpu:0"``) and TensorFlow's (``"/gpu:1"``, ``"GPU:1"``,
+    ``"/device:CPU:0"``). TensorFlow's GPUs are the accelerators of this process. Without a number, it is number 0.
 
     Raises:
-        ValueError: it names no CPU and no accelerator.
+        ValueError: the name is not that of a CPU or an accelerator.
     """
     if isinstance(device, str):
         match = re.fullmatch(r"/?(?:device:)?([a-z_][a-z0-9_]*?)(?::([0-9]{1,9}))?", device.strip().lower())
@@ -60,11 +60,11 @@ def parse(device: Device) -> torch.device:
 
 
 def parse_all(devices: Iterable[Device]) -> list[torch.device]:
-    """The devices of one worker, one per tower, in order.
+    """Returns the devices of one worker, one per tower, in order.
 
     Raises:
         TypeError: a single name instead of a list of names.
-        ValueError: none at all, a CPU named twice, or several kinds.
+        ValueError: an empty list, a CPU named twice, or several kinds.
     """
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, such as [{str(devices)!r}], not one device")
@@ -85,12 +85,12 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
 
 
 def are_shared(devices: Sequence[torch.device]) -> bool:
-    """Whether several towers are to use one device."""
+    """Returns whether several towers use one device."""
     return len(set(devices)) < len(devices)
 
 
 def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
-    """The devices of the towers that a worker is to start: ``requested``, else every accelerator, else one CPU.
+    """Returns the devices for the towers of a worker: ``requested``, otherwise every accelerator, otherwise one CPU.
 
     Raises:
         TypeError, ValueError: see :func:`parse_all` and :func:`check_exist`.
@@ -104,10 +104,10 @@ def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
 
 
 def check_exist(devices: Sequence[torch.device]) -> None:
-    """Check that this process sees every accelerator that is named.
+    """Checks that this process sees every named accelerator.
 
     Raises:
-        ValueError: names the missing ones and how many there are.
+        ValueError: the message contains the missing devices and the number of existing ones.
     """
     counts = {kind: count_of(kind) for kind in {device.type for device in devices} - {"cpu"}}
     missing = [device for device in devices if device.index >= counts.get(device.type, device.index + 1)]
@@ -121,7 +121,7 @@ def check_exist(devices: Sequence[torch.device]) -> None:
 
 
 def seen(kind: str, count: int) -> str:
-    """How many devices of a kind there are, in words."""
+    """Returns the number of devices of a kind, in words."""
     word = "GPU" if kind in ("cuda", "cpu") else f"{kind} device"
     return f"only {count} {word}{'s' if count > 1 else ''}" if count else f"no {word}"
 
@@ -134,24 +134,24 @@ def for_tower(
     *,
     sees_all: bool = False,
 ) -> torch.device:
-    """The device of tower ``local_index`` among the ``local_size`` towers that a launcher started here.
+    """Returns the device of tower ``local_index`` among the ``local_size`` towers that a launcher started here.
 
     Args:
         requested: the devices that the script or ``TOWERS_DEVICES`` names, or None.
-        origin: where the number of towers was read, for messages.
-        sees_all: the launcher shows every process all GPUs, not its own one alone.
+        origin: the source of the number of towers, for messages.
+        sees_all: whether the launcher shows every process all GPUs, and not only its own one.
 
     Raises:
         TypeError: see :func:`parse_all`.
-        ValueError: ``requested`` names another number of devices than the launcher started towers, a
-            device that does not exist, or there are more towers than GPUs.
+        ValueError: ``requested`` has another number of devices than there are towers, or a device does not exist, or
+            there are more towers than GPUs.
     """
     kind = accelerator_kind()
     count = count_of(kind)
     chosen = parse_all(requested) if requested is not None else None
     shown_one = kind != "cpu" and count == 1 and local_size > 1 and not sees_all
     if shown_one and (chosen is None or chosen == [torch.device(kind, 0)]):
-        # The launcher shows each process its own device; if it is the same one after all, the towers find out when
+        # The launcher shows each process its own device. If all see the same one, the towers detect it when
         # they join.
         return torch.device(kind, 0)
     if chosen is None:

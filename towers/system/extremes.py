@@ -1,4 +1,4 @@
-"""Finding NaN and infinities, without waiting for a GPU."""
+"""Finds NaN and infinities, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def extremes(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude in each tensor: NaN where there is one, else infinity where there is one.
+    """Returns the largest magnitude in each tensor: NaN if it contains NaN, otherwise infinity if it contains one.
 
     Args:
-        tensors: real, complex (their parts count), sparse or integer ones, on one device or several.
+        tensors: real, complex (their parts count), sparse or integer tensors, on one device or several.
 
     Returns:
-        float64, shape ``(len(tensors),)``, on a GPU where any of them is; 0 for an empty tensor.
+        float64, shape ``(len(tensors),)``, on a GPU if any tensor is on one; 0 for an empty tensor.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -25,7 +25,7 @@ def extremes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest element; NaN where there is one."""
+    """Returns the least and the greatest element; both are NaN if there is a NaN."""
     dense = tensor._values() if tensor.is_sparse else tensor
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     if not real.numel():
@@ -38,12 +38,12 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other, on a GPU where any is: a copy to the host would be read before it is there."""
+    """Concatenates flat tensors, on a GPU if any is on one: a copy to the host would be read before it has arrived."""
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
     return torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 def what_is_not_finite(names: Sequence[str], highest: Tensor) -> dict[str, str]:
-    """Those of ``names`` whose extreme is not finite, and whether it is "nan" or "inf"."""
+    """Returns those of ``names`` whose extreme is not finite, with "nan" or "inf"."""
     values = zip(names, highest.tolist(), strict=True)
     return {name: "nan" if math.isnan(value) else "inf" for name, value in values if not math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: values on their way to a device, and values of one that are read later."""
+"""Copies between host and device without waiting: values sent to a device, and a device's values read later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of ``tensor`` on the host, under way from a device, or the tensor itself where it is there already."""
+    """A copy of ``tensor`` on the host, which may still be in progress; or ``tensor`` itself if it is on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.Event | None = None
@@ -18,14 +18,14 @@ class HostCopy:
             self._arrived = torch.Event(tensor.device)
             self._arrived.record(
                 torch.accelerator.current_stream(tensor.device)
-            )  # which need not be the current device's
+            )  # may be on another device than the current one
 
     def has_come(self) -> bool:
-        """Whether :meth:`get` would not wait."""
+        """Returns whether :meth:`get` would return without waiting."""
         return self._arrived is None or self._arrived.query()
 
     def get(self) -> Tensor:
-        """The copy; waits for it where it has not come yet."""
+        """Returns the copy, and waits for it if it has not arrived yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -33,12 +33,12 @@ class HostCopy:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; the host does not wait for a device that it is sent to."""
+    """Returns ``tensor`` on ``device``. The host does not wait for the device that it sends the tensor to."""
     if device.type != "cpu" and tensor.device.type == "cpu":
         return pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A strided tensor of the CPU in memory from which a device copies by itself, also where its elements overlap."""
+    """Returns a strided CPU tensor in memory from which a device copies by itself, even if its elements overlap."""
     return tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)

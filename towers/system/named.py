@@ -1,4 +1,4 @@
-"""Parameters and buffers with the names that messages use."""
+"""Parameters and buffers with their names in messages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from towers.system.memory_layout import gradient_dtype
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter or buffer with the name that messages use.
+    """A parameter or buffer with its name in messages.
 
     Attributes:
-        name: path below its outermost module, which stands in front: ``"Net.conv1.weight"``.
+        name: path below its outermost module, with that module first: ``"Net.conv1.weight"``.
         kind: "parameter" or "buffer".
-        trainable: whether it required a gradient when it was compared; it may be frozen or thawed since.
-        sparse: whether its gradients come as sparse tensors.
+        trainable: whether it required a gradient when it was compared. It may have been frozen or unfrozen since.
+        sparse: whether its gradients are sparse tensors.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Named:
     sparse: bool = False
 
     def describe(self) -> list[object]:
-        """The properties that must be equal on all towers."""
+        """Returns the properties that must be equal on all towers."""
         tensor = self.tensor
         layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
         gradients = gradient_dtype(tensor)

@@ -14,16 +14,16 @@ class Newest(Generic[T]):
         self._by_loop: dict[int, T] = {}
 
     def set(self, loop: int, value: T) -> None:
-        """Set a loop's value, which is the newest now."""
+        """Sets a loop's value, which is now the newest."""
         self._by_loop.pop(loop, None)
         self._by_loop[loop] = value
 
     def end(self, loop: int) -> None:
-        """Forget a loop, which is over."""
+        """Forgets a loop that is over."""
         self._by_loop.pop(loop, None)
 
     @property
     def value(self) -> T | None:
         """The newest value among the loops that are not over."""
-        values = list(self._by_loop.values())  # at once: another thread's loop may begin or end meanwhile
+        values = list(self._by_loop.values())  # at once: another thread's loop may start or end at any time
         return values[-1] if values else None

@@ -1,7 +1,7 @@
 """Named ranges in traces of ``torch.profiler``: ``mirrored::run``, ``mirrored::data`` and so on.
 
 [Note: ranges cost nothing unprofiled] ``torch.profiler.record_function`` takes 6 µs whether or not a profiler runs, so
-a range is only made where a profiler records this thread. Without one, :func:`range_` costs 0.2 µs.
+a range is only made if a profiler records this thread. Otherwise, :func:`range_` costs 0.2 µs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NO_RANGE = contextlib.nullcontext()
 
 
 def range_(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A context manager: what runs inside shows as ``name`` in the trace of a running profiler.
+    """Returns a context manager whose content appears as ``name`` in the trace of a running profiler.
 
     Args:
         name: ``"mirrored::"`` and the phase of the step, such as ``"mirrored::run"``.

@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Clock:
-    """The clock of this process. All time in the product comes from :data:`clock`, which a test may replace.
+    """The clock of this process. All time in the product is read from :data:`clock`, which a test may replace.
 
     (One exception: a semaphore sleeps until a moment of the system's own clock.)
     """
 
     monotonic = staticmethod(time.monotonic)
-    """Seconds that nobody sets, which all processes of a host share."""
+    """Seconds of a clock that cannot be set, which all processes of a host share."""
 
     wall_time = staticmethod(time.time)
     """Seconds since 1970, which other hosts and file systems share, and which may be set."""
@@ -34,8 +34,8 @@ class Deadline:
 
     Args:
         seconds: from now on; infinite for a wait without end.
-        longest: seconds between two looks at it. Where there are more, the process was suspended meanwhile (Ctrl-Z,
-            SIGSTOP), and only so many count.
+        longest: the largest number of seconds that counts between two reads. If more have passed, the process was
+            suspended in between (Ctrl-Z, SIGSTOP).
     """
 
     def __init__(self, seconds: float, longest: float = math.inf) -> None:
@@ -44,30 +44,30 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """The same seconds, from now on."""
+        """Starts the same number of seconds again."""
         self._elapsed, self._before = 0.0, clock.monotonic()
 
     def elapsed(self) -> float:
-        """The seconds that count since the start."""
+        """Returns the seconds since the start that count."""
         now = clock.monotonic()
         self._elapsed += min(now - self._before, self._longest)
         self._before = now
         return self._elapsed
 
     def remaining(self) -> float:
-        """The seconds that are left; negative when the deadline has passed."""
+        """Returns the remaining seconds, which are negative after the deadline."""
         return self.seconds - self.elapsed()
 
     def has_passed(self) -> bool:
-        """Whether no time is left."""
+        """Returns whether no time is left."""
         return self.remaining() <= 0
 
 
 def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) -> bool:
-    """Wait until ``done()``, for so many seconds at most; returns whether it is.
+    """Waits until ``done()`` is true, for at most ``seconds``, and returns whether it is.
 
     Args:
-        pause: seconds between two looks.
+        pause: seconds between two checks.
     """
     deadline = Deadline(seconds)
     while not (is_done := done()) and not deadline.has_passed():
@@ -76,10 +76,10 @@ def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) ->
 
 
 def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """Run ``call`` in a thread of its own; returns or raises what it does.
+    """Runs ``call`` in a new thread, and returns its result or raises its exception.
 
     Raises:
-        TimeoutError: it had not returned after ``seconds``; its thread is left to itself.
+        TimeoutError: it had not returned after ``seconds``. Its thread continues.
     """
     result = run_all_with_timeout(seconds, [call])[0]
     if isinstance(result, BaseException):
@@ -88,7 +88,7 @@ def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of ``call``; None where it does not return in time, or raises an exception."""
+    """Returns the result of ``call``, or None if it does not return in time or raises an exception."""
     try:
         return run_with_timeout(seconds, call)
     except Exception:
@@ -96,7 +96,7 @@ def in_time(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def run_all_with_timeout(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """Run all ``calls`` at once: what each returned or raised, or a TimeoutError where it has not returned."""
+    """Runs all ``calls`` in parallel. Returns each result or exception, or a TimeoutError for a late call."""
     results: dict[int, T | BaseException] = {}
 
     def run(number: int) -> None:

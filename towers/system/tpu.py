@@ -1,13 +1,13 @@
-"""What only TPUs have, which torch drives by torch_tpu: one device in each process.
+"""Special features of TPUs, which torch drives through torch_tpu: one device in each process.
 
 [Note: a TPU goes by two numbers] A process of torch_tpu has one device, the one of its LOCAL_RANK, as ``tpu:0``. So a
 tower's device is ``tpu:i`` in options and messages, and ``tpu:0`` in its own process. The devices of all towers become
-one network when each process uses its own for the first time, by variables that have to be equal everywhere; so the
-agent of each host has torch_tpu set them before it starts towers.
+one network when each process uses its own for the first time. This needs variables that are equal everywhere, so the
+agent of each host lets torch_tpu set them before it starts towers.
 
-[Note: a TPU has one order] Work has one order there, whatever streams it was given to: events make no stream wait, and
-memory is kept until it was used. So torch_tpu has no ``Tensor.record_stream``, and its callers leave out TPUs.
-(Both notes were read in torch_tpu 0.2.0; no TPU has run this.)
+[Note: a TPU has one order] Work on a TPU has one order, on whichever streams it was submitted. Events make no stream
+wait, and memory is kept until it was used. So torch_tpu has no ``Tensor.record_stream``, and its callers leave out
+TPUs. (Both notes were read in torch_tpu 0.2.0, and are untested on TPUs.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 
 
 def missing() -> str | None:
-    """Why torch sees no TPU, and what to do; None where it sees one."""
+    """Returns why torch sees no TPU, and the remedy; None if it sees one."""
     if accelerator_kind() == "tpu":
         return None
     try:
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 
 def of_this_process(device: torch.device) -> torch.device:
-    """A tower's device as its own process numbers it, see [Note: a TPU goes by two numbers].
+    """Returns a tower's device with its number in its own process, see [Note: a TPU goes by two numbers].
 
     Raises:
         ValueError: it is another tower's, or :mod:`towers.launching.tpu` did not prepare it.

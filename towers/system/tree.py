@@ -1,4 +1,4 @@
-"""Nested structures: dicts, lists, tuples and named tuples with anything else as leaves."""
+"""Nested structures: dicts, lists, tuples and named tuples, with any other values as leaves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, leaf: type | tuple[()] = ()) -> Any:
-    """The same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
+    """Returns the same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
 
-    Mappings come back as the type they were where that takes a dict (else as dict), named tuples as
-    themselves.
+    Mappings keep their type if its constructor accepts a dict, and otherwise become dicts. Named tuples keep their
+    type.
 
     Args:
         leaf: a type whose instances are leaves, too.
@@ -21,12 +21,12 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, leaf: type | tuple[()] = ())
 
 
 def entries(tree: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
-    """The first level of a structure: a mapping's values, or what a list holds."""
+    """Returns the first level of a structure: a mapping's values, or a list's entries."""
     return tree.values() if isinstance(tree, Mapping) else tree
 
 
 def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any]) -> Any:
-    """A structure as :func:`map_leaves` gives it back, with other entries in its first level."""
+    """Returns a structure like :func:`map_leaves`, with other entries in its first level."""
     kind: Any = type(tree)
     if not isinstance(tree, Mapping):
         return kind(*replaced) if hasattr(tree, "_fields") else kind(replaced)
@@ -35,12 +35,12 @@ def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any
         return mapped
     try:
         return kind(mapped)
-    except TypeError:  # a mapping with a constructor of its own (defaultdict)
+    except TypeError:  # a mapping with its own constructor (defaultdict)
         return mapped
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Every leaf, depth first, mappings in their own order."""
+    """Yields every leaf, depth first, mappings in their own order."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves(value)
@@ -52,7 +52,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def structure(tree: Any) -> str:
-    """A text that is equal for two trees exactly when their structures (and mapping keys) are."""
+    """Returns a text that is equal for two trees exactly when their structures (and mapping keys) are equal."""
     if isinstance(tree, Mapping):
         return "{" + ",".join(f"{key!r}:{structure(value)}" for key, value in tree.items()) + "}"
     if isinstance(tree, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Code that torch.compile leaves alone.
+"""Code that torch.compile does not compile.
 
-After a graph break, a compiled function calls what follows as it is, ``backward()`` for example, and every Python
-function that is called within it is compiled in turn. Our hooks would be: they count, keep tensors over steps, and talk
-to other processes, none of which a graph can hold.
+After a graph break, a compiled function runs the following code uncompiled, ``backward()`` for example, and every
+Python function called within it is compiled in turn. This would include ``mirrored``'s hooks. They count, keep tensors
+over steps, and communicate with other processes, which no graph can contain.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from towers.system.torch_private import COMPILER, skip_in_compiler
 
 
 class Untraced:
-    """Packages whose functions torch.compile neither compiles nor takes into a graph.
+    """Packages whose functions torch.compile neither compiles nor includes in a graph.
 
-    torch loads its compiler when it is first used, which takes a second; nothing is loaded here.
+    torch loads its compiler when it is first used, which takes a second. This class does not load it.
 
     Args:
         packages: their names.
-        traced: full names of modules in them that graphs may hold; packages that a script imports may add theirs.
+        traced: full names of modules in them that graphs may contain. Packages that a script imports may add theirs.
     """
 
     def __init__(self, packages: Sequence[str], traced: set[str]) -> None:
@@ -30,7 +30,7 @@ class Untraced:
         self._told = False
 
     def tell_compiler(self) -> None:
-        """To be called when something may have been compiled since the last time."""
+        """Registers the packages with the compiler. It must be called after code may have been compiled."""
         if self._told or COMPILER not in sys.modules:
             return
         skip_in_compiler([file for name in self._packages for file in self._files(name, sys.modules[name].__path__[0])])

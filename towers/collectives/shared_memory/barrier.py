@@ -1,11 +1,11 @@
 """A barrier for the processes of one host: each waits until all have arrived, and none waits for one that has ended.
 
 [Note: a barrier that broke is the last]
-A tower that leaves a barrier by an exception (Ctrl-C, a time-out) may have told the others that it is there without
-having seen them, or the other way round. Were it to come again, the others would take an old arrival for a new one, and
-read memory that is half written. So such a tower is out of step for good: it writes a failure notice into its status
-slot, every later call raises the first error again, and the others raise :class:`PeerLostError` with that notice at
-once instead of waiting for the deadline.
+A tower that leaves a barrier with an exception (Ctrl-C, a time-out) may have signalled its arrival without having seen
+the others' arrivals, or the other way round. If it arrived again, the others would take an old arrival for a new one,
+and read memory that is half written. So such a tower is out of step for good. It writes a failure notice into its
+status slot, and every later call raises the first error again. The others raise :class:`PeerLostError` with that notice
+at once, instead of waiting for the deadline.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _TAG = 256  # bytes
 _NOTICE = 256  # bytes
 
 STATUS_BYTES = 2 * _TAG + _NOTICE
-"""Size of a tower's status slot: its last two tags, which say what it has come for, and a failure notice."""
+"""Size of a tower's status slot: its last two tags, which describe its calls, and a failure notice."""
 
 _SPINS = 200
-_NAP = 0.1  # seconds between two checks that the others live
+_NAP = 0.1  # seconds between two checks that the others still run
 _LONGEST = 1.0  # seconds: a tower that has not checked for longer was suspended, perhaps with all others
 
 
 class Tags:
-    """Tells what every tower has come for, by numbered texts in shared memory, the last two of each tower.
+    """Shows every tower's current call, with numbered texts in shared memory, the last two of each tower.
 
-    A tower writes its tag before it waits for the others, which can read it when they are through. Two suffice: no
-    tower can be in the call after the next one, which needs all to have ended this one.
+    A tower writes its tag before it waits for the others, which can read it after the barrier. Two tags suffice: no
+    tower can be in the call after the next one, because that needs all towers to have ended this one.
 
     Args:
         index: this tower.
@@ -51,10 +51,12 @@ class Tags:
         self._number = 0
 
     def write(self, number: int, tag: str) -> None:
-        """Say what this tower comes for next.
+        """Writes the description of this tower's next call.
 
         Args:
-            number: tells a tag for this time from an older one; more than one higher if all have met in between.
+            number: distinguishes a tag for this call from an older one. It is more than one higher if all have met in
+                between.
+            tag: the description.
         """
         self._number = number
         text = f"{number} {tag}".encode()
@@ -63,14 +65,14 @@ class Tags:
         self._slots[self._index][number % 2][:] = text.ljust(_TAG, b"\0")
 
     def differing(self) -> list[str | None]:
-        """Every tower's tag, None where it has come for something without; empty where all have come for the same."""
+        """Returns every tower's tag, None for a call without tag; or an empty list if all towers make the same call."""
         texts = [bytes(places[self._number % 2]) for places in self._slots]
         if texts.count(texts[0]) == len(texts):
             return []
         return [tag if number == self._number else None for number, tag in map(_parse, texts)]
 
     def last(self) -> list[tuple[int, str]]:
-        """Every tower's last tag, and its number: 0 where there is none."""
+        """Returns every tower's last tag with its number, which is 0 if there is none."""
         return [max(map(_parse, map(bytes, places))) for places in self._slots]
 
 
@@ -82,23 +84,23 @@ def _parse(text: bytes) -> tuple[int, str]:
 class Barrier(Caller):
     """One tower's side of a barrier.
 
-    What a tower wrote into shared memory before a barrier the others see after it:
-    :mod:`towers.collectives.shared_memory.semaphores` says why. After an exception it is of no use any more: see
-    [Note: a barrier that broke is the last].
+    The others see after a barrier all data that a tower wrote into shared memory before it:
+    :mod:`towers.collectives.shared_memory.semaphores` contains the reason. After an exception, a barrier cannot be used
+    any more: see [Note: a barrier that broke is the last].
 
     Args:
         index: this tower.
-        inboxes: the address of every tower's semaphores, as many as there are towers, one for each that may come.
+        inboxes: the address of every tower's semaphores: one semaphore for each tower.
         slots: every tower's status slot, :data:`STATUS_BYTES` long.
         processes: every tower's process id.
         timeout: seconds to wait for the others.
-        towers: what messages call the towers.
+        towers: the towers' numbers in messages.
         health: the status of this tower, and its view of the others.
-        name: tells this barrier from others, equal on all towers.
+        name: distinguishes this barrier from others; equal on all towers.
 
     Attributes:
         count: how often this tower has arrived.
-        tags: what the towers come for, where they say it.
+        tags: the descriptions of the towers' calls, if the calls have any.
     """
 
     def __init__(
@@ -124,14 +126,14 @@ class Barrier(Caller):
         self._notices = [slot[2 * _TAG :] for slot in slots]
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
-        self._seen = [0] * len(others)  # how many arrivals of each this tower has taken notice of
+        self._seen = [0] * len(others)  # the number of each other tower's arrivals that this tower has seen
         self._peers = PeerProcesses({tower: processes[tower] for tower in others})
-        # With more towers than cores, a tower that spins keeps the one it waits for off the core.
+        # With more towers than cores, a tower that spins takes the core from the tower that it waits for.
         self._spins = _SPINS if self.size <= machine.cores() else 0
         health.watch(self)
 
     def wait(self) -> None:
-        """Return when all towers have called it.
+        """Waits until all towers have called it.
 
         Raises:
             PeerLostError: a tower that had not arrived has ended, or has left a failure notice.
@@ -142,7 +144,7 @@ class Barrier(Caller):
         self.passed(self.count)
 
     def arrive(self) -> None:
-        """Tell the others that this tower has come, the first half of :meth:`wait`; it may come ahead several times."""
+        """Signals this tower's arrival: the first half of :meth:`wait`. A tower may arrive several times ahead."""
         self.check_in_step()
         self.count += 1
         try:
@@ -153,10 +155,10 @@ class Barrier(Caller):
             raise
 
     def passed(self, number: int, *, wait: bool = True) -> bool:
-        """Whether all others have come for time ``number`` (of :attr:`count`): the second half of :meth:`wait`.
+        """Returns whether all others have arrived ``number`` times: the second half of :meth:`wait`.
 
         Args:
-            wait: for those that have not; it raises what :meth:`wait` raises.
+            wait: whether to wait for the others. It then raises the errors of :meth:`wait`.
         """
         try:
             for place, (tower, address) in enumerate(self._inbox):
@@ -175,20 +177,20 @@ class Barrier(Caller):
         return True
 
     def break_off(self, error: BaseException) -> None:
-        """Break off a collective because of ``error``: leave a failure notice, and come no more."""
+        """Breaks off a collective because of ``error``: leaves a failure notice, and arrives no more."""
         if self._broken is None:
             super().break_off(error)
             text = in_words(error).encode()[:_NOTICE]
             self._notices[self.index][: len(text)] = text
 
     def wait_tagged(self, tag: str) -> None:
-        """:meth:`wait`, and check that all towers have come with the same tag.
+        """Waits like :meth:`wait`, and checks that all towers have the same tag.
 
         Args:
-            tag: what this tower is about to do, as a person would say it ("steps its optimizer").
+            tag: a description of this tower's call for users ("steps its optimizer").
 
         Raises:
-            DisagreementError: on all towers, when tags differ.
+            DisagreementError: on all towers, if tags differ.
             PeerLostError, CollectiveTimeoutError: see :meth:`wait`.
         """
         self.check_in_step()
@@ -202,7 +204,7 @@ class Barrier(Caller):
                     f"the towers made different calls: tower 0 {first}, tower {tower} {second}; every tower must make "
                     f"the same calls in the same order. {DECIDE_TOGETHER}"
                 )
-                if None in tags:  # that tower has called wait, so it compares nothing and would go on waiting
+                if None in tags:  # that tower has called wait, so it compares no tags and would continue to wait
                     self.break_off(error)
                 raise error
 
@@ -224,7 +226,7 @@ class Barrier(Caller):
         self._health.waits = None
 
     def lost_peer(self) -> PeerLostError | None:
-        """The error that says which towers have ended, if any have."""
+        """Returns the error that names the towers which have ended, or None."""
         gone = self._peers.gone()
         if not gone:
             return None
@@ -236,7 +238,7 @@ class Barrier(Caller):
         )
 
     def _broken_off(self) -> PeerLostError | None:
-        """The error for a tower that has left a failure notice, if one has."""
+        """Returns the error for a tower that has left a failure notice, or None."""
         for index, notice in enumerate(self._notices):
             if notice[0] and index != self.index:
                 why = bytes(notice).rstrip(b"\0").decode(errors="replace")
@@ -247,5 +249,5 @@ class Barrier(Caller):
         return None
 
     def close(self) -> None:
-        """Stop watching the others."""
+        """Stops watching the others."""
         self._peers.close()

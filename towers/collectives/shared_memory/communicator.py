@@ -1,11 +1,11 @@
-"""Collectives of the towers of one host, through shared memory: no socket lies between them.
+"""Collectives of the towers of one host, through shared memory, without sockets.
 
-Every tower has a segment. It holds an inbox of semaphores (one for each other tower,
-:mod:`towers.collectives.shared_memory.barrier`), a table of its shared regions
-(:mod:`towers.collectives.shared_memory.regions`: what is averaged in place), and a staging area for everything else.
-Staging is double-buffered, so that no barrier is needed before a half is written again: its tower has passed one since
-it wrote it last, so all others have read it. So a piece takes one barrier, and two where each tower reduces a chunk of
-it for all (:meth:`SharedMemoryCommunicator.all_reduce` of more than 32 KiB).
+Every tower has a segment. It contains an inbox of semaphores (one for each other tower,
+:mod:`towers.collectives.shared_memory.barrier`), a table of its shared regions for in-place averages
+(:mod:`towers.collectives.shared_memory.regions`), and a staging area for all other collectives. Staging is
+double-buffered, so that no barrier is needed before a half is written again: its tower has passed a barrier since it
+last wrote the half, so all others have read it. So a piece takes one barrier. It takes two if each tower reduces a
+chunk for all others (:meth:`SharedMemoryCommunicator.all_reduce` of more than 32 KiB).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from towers.system.memory_layout import contiguous, copy_back
 SEVERAL_HOSTS = "the towers run on several hosts"
 
 _HALF = 2**20  # bytes of one half of a staging area
-_ALONE = 2**15  # bytes up to which every tower reduces all for itself, which saves a barrier
+_ALONE = 2**15  # bytes up to which every tower reduces everything itself, which saves a barrier
 
 
 class _Layout:
@@ -52,7 +52,7 @@ class _Layout:
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Collectives of towers that are processes of one host; :func:`join` makes it."""
+    """Collectives of towers that are processes of one host. :func:`join` creates it."""
 
     may_overlap = False
 
@@ -92,7 +92,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @in_step
     def finish_submitted(self) -> None:
-        """Average all that was submitted. Towers reduce on the cores that they compute on: nothing could overlap."""
+        """Averages all submitted tensors. Towers reduce on the cores that they compute on, so nothing could overlap."""
         queue, self._queue = self._queue, []
         if queue:
             for tensor in self.regions.average(queue):
@@ -105,7 +105,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- staging -----------------------------------------------------------------------------------------
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The half of every tower's staging area whose turn it is, as tensors."""
+        """Returns the next half of every tower's staging area, as tensors."""
         halves = self._staging.get((dtype, numel))
         if halves is None:
             if len(self._staging) > 64:
@@ -155,7 +155,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @in_step
     def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
+        """Fills ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
         local = as_bytes(tensor)
         rows = [as_bytes(row) for row in gathered]
         for start in range(0, local.numel(), _HALF):
@@ -168,7 +168,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @in_step
     def reduce_scatter(self, rows: Tensor, op: str = "sum") -> Tensor:
-        """Reduce one row for each tower over all towers; returns this tower's row.
+        """Reduces one row for each tower over all towers, and returns this tower's row.
 
         Args:
             rows: shape ``(size, *row)``, of one shape and dtype on all towers.
@@ -196,13 +196,13 @@ class SharedMemoryCommunicator(Communicator):
 
     @in_step
     def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send ``sent[i]`` to tower i, and fill ``received[i]`` with what tower i sends to this one.
+        """Sends ``sent[i]`` to tower i, and fills ``received[i]`` with the data that tower i sends to this one.
 
         Args:
             sent, received: flat tensors of bytes, one for each tower; any lengths.
 
         Raises:
-            DisagreementError: on all towers, when one gives more or less than the other takes.
+            DisagreementError: on all towers, if a tower sends more or less than the other receives.
         """
         local = [[tensor.numel() for tensor in tensors] for tensors in (sent, received)]
         lengths = self.all_gather(torch.tensor(local, device="cpu"))
@@ -216,7 +216,7 @@ class SharedMemoryCommunicator(Communicator):
         self._exchange(sent, received, int(lengths[:, 0].fill_diagonal_(0).max()))
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], longest: int) -> None:
-        """:meth:`exchange` where no tower sends another more than ``longest`` bytes."""
+        """Performs :meth:`exchange` if no tower sends more than ``longest`` bytes to another."""
         received[self.index].copy_(sent[self.index])
         room = _HALF // self.size // ALIGNMENT * ALIGNMENT
         others = [tower for tower in range(self.size) if tower != self.index]
@@ -266,12 +266,12 @@ class SharedMemoryCommunicator(Communicator):
 
 
 def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
-    """Share memory among all towers of ``base``; else the reason why they cannot, the same on all towers.
+    """Shares memory among all towers of ``base``, or returns the reason why that is impossible, the same on all towers.
 
-    Equal boot ids are not enough for it: each tower has to be able to map the others' memory (:func:`map_segments`).
+    Equal boot ids are not enough for it: each tower must be able to map the others' memory (:func:`map_segments`).
 
     Args:
-        timeout: seconds that a collective may take.
+        timeout: seconds for a collective.
     """
     local = {"host": machine.host_identity(), "device": base.device.type}
     towers = base.all_gather_json(local)

@@ -1,4 +1,4 @@
-"""Watching the processes of the other towers of one host: which have ended?"""
+"""Watches the processes of the other towers of one host, and detects their end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class PeerProcesses:
-    """Watches processes, where the system has them by pidfds: a process id may be given to another process.
+    """Watches processes. If the system has pidfds, it uses these, because a process id may be given to another process.
 
     Args:
         processes: process id of every other tower, by its index.
@@ -29,20 +29,20 @@ class PeerProcesses:
         self._close = weakref.finalize(self, _close, list(self._watched))
 
     def gone(self) -> list[int]:
-        """The towers whose processes have ended."""
+        """Returns the towers whose processes have ended."""
         ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
         unwatched = set(self._processes) - set(self._watched.values())
         return sorted(ended | {tower for tower in unwatched if not os.path.exists(f"/proc/{self._processes[tower]}")})
 
     def wake(self, tower: int) -> None:
-        """Continue a tower that is stopped (SIGCONT): a stopped one would not notice that the others end."""
+        """Continues a stopped tower (SIGCONT), because a stopped tower would not detect the end of the others."""
         for descriptor, watched in self._watched.items():
             if watched == tower:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stops watching."""
         self._close()
         self._watched = {}
         self._poll = select.poll()

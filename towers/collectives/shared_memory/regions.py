@@ -1,6 +1,6 @@
-"""Shared regions: memory that a tower computes in and that the other towers of its host map, such as gradient buckets.
+"""Shared regions: memory that a tower computes in and the other towers of its host map, such as gradient buckets.
 
-Averaging regions, however many, takes two barriers and no staging area::
+Averaging any number of regions takes two barriers and no staging area::
 
     barrier                     all towers have filled their regions
     average the own chunk       tower i reduces the i-th chunk of all towers' regions, always from tower 0 to the last,
@@ -25,9 +25,9 @@ from towers.system.timeouts import clock
 log = get_logger("towers")
 
 KEYS = 4096
-"""Regions have keys below this; there is no shared memory for higher ones."""
+"""Regions have keys below this. There is no shared memory for higher keys."""
 
-_REFUSED = -1  # in place of a size: the memory could not be allocated; 0: there is no region
+_REFUSED = -1  # instead of a size: the memory could not be allocated; 0: there is no region
 
 _ENTRY = 3  # integers of a region's entry: its version, its file, its size in bytes
 TABLE_BYTES = 8 * _ENTRY * KEYS
@@ -41,12 +41,12 @@ class _Region:
     """The memory of all towers under a key.
 
     Attributes:
-        key: tells it from other regions.
-        segment, address: this tower's own memory; 0 where there is none.
-        numel, dtype: what it was allocated for.
-        blocks: every tower's memory, as bytes: None where there is none, empty where it could not be allocated.
-        versions: which versions of them are mapped here.
-        tensors: every tower's memory as this tower's was allocated; None when some tower has less.
+        key: distinguishes it from other regions.
+        segment, address: this tower's own memory; the address is 0 if there is none.
+        numel, dtype: the size and dtype of the allocation.
+        blocks: every tower's memory, as bytes. None: there is none. Empty: it could not be allocated.
+        versions: the versions of the blocks that are mapped here.
+        tensors: every tower's memory in the shape of this tower's allocation; None if some tower has less.
         pieces: the chunk that this tower reduces, of every tower, piece by piece.
     """
 
@@ -66,8 +66,8 @@ class Regions:
 
     Attributes:
         barrier: the barrier of all towers.
-        newly_mapped: some tower's memory was mapped anew since :meth:`close_files`; the same on all towers. Its owner
-            must not end before all have mapped it.
+        newly_mapped: whether some tower's memory was newly mapped since :meth:`close_files`; the same on all towers.
+            Its owner must not end before all have mapped it.
 
     Args:
         index: this tower.
@@ -86,9 +86,9 @@ class Regions:
         self.newly_mapped = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """This tower's memory under ``key``, zeros; None when it cannot be allocated, which the others will see.
+        """Returns this tower's memory under ``key``, zeros, or None if it cannot be allocated; the others see that.
 
-        The others map what was allocated last. It lives as long as a tensor of it does on any tower.
+        The others map the newest allocation. It exists as long as a tensor of it does on any tower.
         """
         nbytes = numel * dtype.itemsize
         if key >= KEYS:
@@ -106,7 +106,7 @@ class Regions:
         entry[1], entry[2] = segment.file, segment.nbytes
         region.segment, region.numel, region.dtype = segment, numel, dtype
         region.blocks[self._index] = segment.tensor(torch.uint8, segment.nbytes)
-        tensor = segment.tensor(dtype, numel)  # another one than the block: callers count the views of theirs
+        tensor = segment.tensor(dtype, numel)  # not the block's tensor: callers count the views of theirs
         region.address = tensor.data_ptr()
         return tensor
 
@@ -126,27 +126,27 @@ class Regions:
             )
 
     def piece(self, key: int, start: int, numel: int) -> Tensor | None:
-        """A piece of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
+        """Returns a piece of this tower's memory under ``key`` as a tensor with its own storage, or None."""
         region = self._regions.get(key)
         if region is None or region.segment is None:
             return None
         return region.segment.tensor(region.dtype, numel, start * region.dtype.itemsize)
 
     def release(self, key: int) -> None:
-        """Forget what was allocated under ``key``."""
+        """Forgets the allocation under ``key``."""
         if self._regions.pop(key, None) is not None:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Average in place every tensor that is a shared region on all towers.
+        """Averages in place every tensor that is a shared region on all towers.
 
         Returns:
-            The others, untouched, for the slower way.
+            The other tensors, unchanged, for the slower way.
         """
         return self._reduce(tensors, partial(reduce_into, op="sum", scale=1.0 / self._size))
 
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Like :meth:`average`, but the sum, in the order of :func:`add_by_tree`."""
+        """Sums tensors like :meth:`average`, in the order of :func:`add_by_tree`."""
         return self._reduce(tensors, add_by_tree)
 
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
@@ -168,33 +168,33 @@ class Regions:
         return others
 
     def map_peers(self, key: int) -> list[Tensor] | None:
-        """Every tower's memory under ``key``; None, on all towers, when some tower has none.
+        """Returns every tower's memory under ``key``, or None on all towers if some tower has none.
 
         All towers call it after a barrier, and :meth:`close_files` after the next one.
         """
         return self._map(self._region(key)).tensors if key < KEYS else None
 
     def tensors_at(self, tensor: Tensor) -> list[Tensor] | None:
-        """Every tower's memory of the shared region that ``tensor`` is here; see :meth:`map_peers`."""
+        """Returns every tower's memory of the shared region at ``tensor``'s address; see :meth:`map_peers`."""
         region = next((r for r in self._regions.values() if r.address == tensor.data_ptr()), None)
         return None if region is None else self._map(region, by_all=False).tensors
 
     def map_blocks(self, key: int) -> list[Tensor | None]:
-        """Every tower's memory under ``key``, as bytes, of any size; all towers call it as :meth:`map_peers`.
+        """Returns every tower's memory under ``key``, as bytes, of any size. All towers call it like :meth:`map_peers`.
 
-        None where a tower has allocated none, empty where it could not.
+        A block is None if its tower has allocated none, and empty if its tower could not allocate it.
         """
         return list(self._map(self._region(key)).blocks) if key < KEYS else [_NOTHING] * self._size
 
     def average_range(self, tensors: Sequence[Tensor], start: int, end: int) -> None:
-        """Average a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
+        """Averages a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
         step = _PIECE // tensors[self._index].element_size()
         for at in range(start, end, step):
             pieces = [tensor[at : min(at + step, end)] for tensor in tensors]
             reduce_into(pieces[self._index], pieces, "sum", scale=1.0 / self._size)
 
     def close_files(self) -> None:
-        """Close, after a barrier, the files of what all towers have mapped before it."""
+        """Closes, after a barrier, the files of all regions that all towers have mapped before it."""
         for region in self._mapped:
             if region.segment is not None:
                 region.segment.close_file()
@@ -202,11 +202,11 @@ class Regions:
         self.newly_mapped = False
 
     def _map(self, region: _Region, *, by_all: bool = True) -> _Region:
-        """Map every tower's memory where it is new.
+        """Maps every tower's memory that is new, and returns the region.
 
         Args:
-            by_all: all towers do it now; else only those that have memory of their own there, so this tower's file is
-                kept open until all have.
+            by_all: whether all towers do it now. Otherwise, only towers with their own memory there do it, so this
+                tower's file stays open until all have.
         """
         changed = False
         for tower, table in enumerate(self._tables):
@@ -228,7 +228,7 @@ class Regions:
         return region
 
     def _cut(self, region: _Region) -> None:
-        """Cut all towers' memory as this tower's was allocated."""
+        """Splits all towers' memory in the way of this tower's allocation."""
         itemsize = region.dtype.itemsize
         nbytes = region.numel * itemsize
         enough = [block for block in region.blocks if block is not None and block.nbytes >= nbytes > 0]
@@ -243,14 +243,14 @@ class Regions:
         try:
             return Segment.open(self._processes[tower], file)
         except OSError as error:
-            for _ in range(20):  # a process that is being killed closes its files a moment before it has ended
+            for _ in range(20):  # a process that is being killed closes its files shortly before it has ended
                 if (lost := self.barrier.lost_peer()) is not None:
                     raise lost from None
                 clock.sleep(0.05)
             raise error from None
 
     def close(self) -> None:
-        """Close the files of all regions: no tower maps them any more."""
+        """Closes the files of all regions. No further tower can map them."""
         for region in self._regions.values():
             if region.segment is not None:
                 region.segment.close_file()

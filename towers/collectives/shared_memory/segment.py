@@ -1,9 +1,9 @@
 """Memory that the processes of one host share.
 
 [Note: shared memory without a name]
-It comes from ``memfd_create`` and is opened by others as ``/proc/<process>/fd/<number>``. It has no name in any file
-system: nothing has to be unlinked, a job that is killed at any moment leaves nothing behind, and the size of /dev/shm
-(64 MB in many containers) does not matter. That a process can open it is the evidence that it runs on this host.
+The memory is created with ``memfd_create``, and other processes open it as ``/proc/<process>/fd/<number>``. It has no
+name in any file system. So no file has to be unlinked, and a job that is killed at any moment leaves no files behind.
+The size of /dev/shm (64 MB in many containers) does not matter. A process that can open the memory runs on this host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; everything in a segment begins at a multiple of it."""
+"""Bytes; every part of a segment starts at a multiple of it."""
 
 
 class Segment:
-    """A mapped piece of shared memory. It is unmapped when no tensor of it is left.
+    """A mapped piece of shared memory. It is unmapped when it has no more tensors.
 
     Attributes:
         nbytes: its size.
-        file: number of the open file that others can map it by; -1 where this process is one of the others.
+        file: the number of the open file through which other processes can map it; -1 if this process is one of them.
     """
 
     def __init__(self, file: int, nbytes: int, *, own: bool) -> None:
@@ -37,13 +37,13 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, reserve: bool) -> Segment:
-        """Allocate ``nbytes`` (rounded up to whole pages) of zeros.
+        """Allocates ``nbytes`` (rounded up to whole pages) of zeros.
 
         Args:
-            reserve: take all of the memory now, not page by page where it is first touched.
+            reserve: whether to take all of the memory now, instead of each page when it is first touched.
 
         Raises:
-            OSError: the memory is not there, or the system has no such files.
+            OSError: the memory is not available, or the system has no such files.
         """
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         if not hasattr(os, "memfd_create"):
@@ -60,10 +60,10 @@ class Segment:
 
     @classmethod
     def open(cls, process: int, file: int) -> Segment:
-        """Map the segment of another process.
+        """Maps the segment of another process.
 
         Raises:
-            OSError: there is none, or this process may not open it: the other one runs on another host, in another
+            OSError: there is none, or this process may not open it: the other process runs on another host, in another
                 container, or as another user.
         """
         descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
@@ -74,26 +74,26 @@ class Segment:
 
     @property
     def address(self) -> int:
-        """Where it begins in this process's memory."""
+        """Its start address in this process's memory."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
-        """A flat tensor in the segment's memory, from byte ``offset`` on."""
+        """Returns a flat tensor in the segment's memory, from byte ``offset`` on."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def memory(self, nbytes: int, offset: int) -> memoryview:
-        """``nbytes`` of the segment, from byte ``offset`` on."""
+        """Returns ``nbytes`` of the segment, from byte ``offset`` on."""
         return memoryview(self._map)[offset : offset + nbytes]
 
     def close_file(self) -> None:
-        """Close the file: no other process can map the segment any more; those that have mapped it keep it."""
+        """Closes the file. No further process can map the segment; processes that have mapped it keep it."""
         if self._close is not None:
             self._close()
             self.file = -1
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to :data:`ALIGNMENT`."""
+    """Returns ``nbytes`` rounded up to :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,9 @@
-"""POSIX semaphores in shared memory, by which the processes of one host signal each other.
+"""POSIX semaphores in shared memory, with which the processes of one host signal each other.
 
-A semaphore does what a flag in shared memory cannot do in Python: the sleep is the kernel's (a futex), so a tower
-that waits leaves its core to others, and ``sem_post`` and ``sem_wait`` order memory (POSIX.1-2017, 4.12), so
-what one tower wrote before it posted is what another reads after it has waited, on weakly ordered processors too.
+A semaphore provides two features that a flag in shared memory cannot have in Python. The kernel puts the process to
+sleep (a futex), so a waiting tower leaves its core to others. And ``sem_post`` and ``sem_wait`` order memory
+(POSIX.1-2017, 4.12): a tower that has waited reads the data that another tower wrote before it posted, even on weakly
+ordered processors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 
 BYTES = 64
-"""Room for one semaphore (glibc takes 32 bytes), a cache line of its own."""
+"""Size of one semaphore's place (glibc needs 32 bytes): a full cache line."""
 
 
 class _Timespec(ctypes.Structure):
@@ -20,7 +21,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether this system has semaphores that processes can share (Linux)."""
+    """Returns whether this system has semaphores that processes can share (Linux)."""
     return sys.platform.startswith("linux") and hasattr(_blocking, "sem_timedwait")
 
 
@@ -39,7 +40,7 @@ _immediate = _declare(ctypes.PyDLL(None))  # for calls that take less time than 
 
 
 def create(address: int) -> None:
-    """Make a semaphore with count 0 in shared memory at ``address``.
+    """Creates a semaphore with count 0 in shared memory at ``address``.
 
     Raises:
         OSError: the system cannot.
@@ -49,18 +50,18 @@ def create(address: int) -> None:
 
 
 def post(address: int) -> None:
-    """Add one to the count; wakes a process that sleeps on it."""
+    """Adds one to the count, and wakes a process that sleeps on it."""
     _immediate.sem_post(address)
 
 
 def take(address: int) -> bool:
-    """Take one from the count if it is not 0; never waits."""
+    """Takes one from the count if it is not 0, and returns whether it did. It never waits."""
     return bool(_immediate.sem_trywait(address) == 0)
 
 
 def sleep_until_taken(address: int, seconds: float) -> bool:
-    """Take one from the count, sleeping for up to ``seconds`` until there is one. False when there was none."""
-    if hasattr(_blocking, "sem_clockwait"):  # by a clock that nobody sets; glibc has it from 2.30 on
+    """Takes one from the count, sleeping for up to ``seconds`` until there is one, and returns whether it did."""
+    if hasattr(_blocking, "sem_clockwait"):  # uses a clock that cannot be set; in glibc from 2.30 on
         limit = _at(time.clock_gettime(time.CLOCK_MONOTONIC) + seconds)
         return bool(_blocking.sem_clockwait(address, time.CLOCK_MONOTONIC, ctypes.byref(limit)) == 0)
     return bool(_blocking.sem_timedwait(address, ctypes.byref(_at(time.time() + seconds))) == 0)

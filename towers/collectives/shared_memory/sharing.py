@@ -1,4 +1,4 @@
-"""Exchanging segments: every tower of one host maps every other's."""
+"""Exchanges segments: every tower of one host maps every other tower's."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TOKEN = 16  # bytes
 
 
 def map_segments(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
-    """Every tower's segment, and every tower's process id. All towers call it.
+    """Returns every tower's segment, and every tower's process id. All towers call it.
 
-    That towers run on one host is tried, not believed: each maps the others' memory and looks there for a token that
-    they have sent.
+    It does not assume that towers run on one host, but tries: each tower maps the others' memory and looks there for a
+    token that they have sent.
 
     Args:
         nbytes: size of a segment, at least.
-        waiting: how many semaphores a segment begins with.
+        waiting: the number of semaphores at the start of a segment.
 
     Raises:
-        OSError: on all towers with one text, when one could not allocate or map them.
+        OSError: on all towers with one message, if one could not allocate or map them.
     """
     token, at = secrets.token_bytes(_TOKEN), aligned(nbytes)
     offer: dict[str, Any] = {"process": os.getpid(), "token": token.hex()}
@@ -51,7 +51,7 @@ def map_segments(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segme
             problem = f"tower {comm.index}: {error}"
     results = [text.decode() for text in comm.all_gather_bytes(problem.encode())]
     if own is not None:
-        own.close_file()  # every tower that could has mapped it
+        own.close_file()  # every tower that is able to has mapped it
     if any(results):
         raise OSError(next(filter(None, results)))
     return segments, [other["process"] for other in offers]
