@@ -160,8 +160,9 @@ class Participant:
                 if earlier is None and self._is_served_by_this_job():
                     earlier = Deadline(min(self.seconds, _EARLIER_SECONDS))
                     print(
-                        f"mirrored: an earlier start of this job still has {join_address(*self.address)} (from "
-                        f"{self.origin}): waiting for its end, for at most {earlier.seconds:.0f} s",
+                        f"mirrored: another process of this job serves {join_address(*self.address)} (from "
+                        f"{self.origin}), an earlier start or one with the same index: waiting "
+                        f"{earlier.seconds:.0f} s for its end",
                         file=sys.stderr,
                         flush=True,
                     )
