@@ -273,7 +273,7 @@ def _announce(strategy: Strategy) -> None:
         virtual,
         workers,
         where,
-        strategy.communicator.backend,
+        strategy.communicator.backend if topology.size > 1 else Alone.backend,
         threads,
         topology.started_by,
     )

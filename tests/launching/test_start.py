@@ -49,6 +49,12 @@ def test_one_device_stays_in_place() -> None:
     assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by python\n"
 
 
+def test_one_tower_of_a_launcher_communicates_with_no_other() -> None:
+    result = run_command(["mirrored", "run", "--towers", "1", REPORT])
+    assert report(result)["towers"] == 1
+    assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by mirrored run\n"
+
+
 @pytest.mark.parametrize(
     ("virtual_towers", "stated", "threads"),
     [("None", "", "4 threads"), ("4", "", "1 thread"), ("4", "2", "2 threads")],
