@@ -111,6 +111,13 @@ def half_core(run: Run) -> None:
     run.enter = lambda: (group / members).write_text(str(os.getpid()))
 
 
+def stopped(process: int) -> bool:
+    """Returns whether a process has been stopped."""
+    with contextlib.suppress(OSError):
+        return (pathlib.Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def stops(run: Run) -> None:
     """Processes of tests are stopped for 5 to 300 ms at random moments."""
 
@@ -118,6 +125,8 @@ def stops(run: Run) -> None:
         while process.poll() is None:
             if len(processes := family(process.pid)) > 1:
                 chosen = numbers.choice(processes[1:])
+                if stopped(chosen):  # by its test
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(chosen, signal.SIGSTOP)
                     time.sleep(numbers.uniform(0.005, 0.3))

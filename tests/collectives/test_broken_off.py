@@ -13,10 +13,12 @@ import torch
 import mirrored
 from tests.support.jobs import towers
 from tests.support.meeting import meet, say, wait_for
+from tests.support.processes import has_ended
 from tests.support.waiting import wait_until
 from towers import errors as towers_errors
 from towers.collectives import values
-from towers.collectives.shared_memory import regions
+from towers.collectives.shared_memory import regions, semaphores
+from towers.system.timeouts import clock
 
 
 def die_while_others_wait(strategy: mirrored.Strategy) -> None:
@@ -162,3 +164,24 @@ def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
     assert "Invalid scalar type" in leader
     assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
     assert "Invalid scalar type" in elsewhere
+
+
+def end_before_another_has_left(strategy: mirrored.Strategy) -> int:
+    """Tower 2 sends its second signal of the last barrier after the end of tower 0, to which it has sent the first."""
+    comm = strategy.communicator
+    first = int(values.gather(comm, torch.tensor([os.getpid()]), 0)[0])
+    if comm.index == 2:
+        post = semaphores.post
+
+        def post_late(address: int) -> None:
+            post(address)
+            wait_until(lambda: has_ended(first))
+            clock.sleep(1.0)  # tower 1 looks for towers that have ended
+
+        semaphores.post = post_late
+    comm.barrier()
+    return comm.index
+
+
+def test_a_tower_may_end_before_another_has_left_the_last_barrier() -> None:
+    assert towers(end_before_another_has_left, count=3) == [0, 1, 2]

@@ -212,7 +212,7 @@ class Barrier(Caller):
         deadline = Deadline(self._timeout, _LONGEST)
         while not semaphores.sleep_until_taken(address, _NAP):
             self._health.waits = Wait(self.name, number, self.towers)
-            lost = self.lost_peer() or self._broken_off()
+            lost = self.lost_peer(tower, number) or self._broken_off()
             if lost is not None:
                 if semaphores.take(address):  # it arrived before it ended
                     break
@@ -225,9 +225,14 @@ class Barrier(Caller):
                 raise error
         self._health.waits = None
 
-    def lost_peer(self) -> PeerLostError | None:
-        """Returns the error that names the towers which have ended, or None."""
-        gone = self._peers.gone()
+    def lost_peer(self, awaited: int | None = None, number: int = 0) -> PeerLostError | None:
+        """Returns the error that names the towers which have ended, or None.
+
+        Args:
+            awaited: the tower whose arrival this tower waits for.
+            number: of the arrival. Other towers may end after it, even if this tower has not left the barrier yet.
+        """
+        gone = [tower for tower in self._peers.gone() if tower == awaited or not self._has_arrived(tower, number)]
         if not gone:
             return None
         towers = [self.towers[index] for index in gone]
@@ -236,6 +241,13 @@ class Barrier(Caller):
             f"{names} ended while tower {self.towers[self.index]} waited for it in a collective"
             f"{last_seen(self._health, towers)}"
         )
+
+    def _has_arrived(self, tower: int, number: int) -> bool:
+        """Returns whether a tower that is not awaited has arrived this number of times. 0: never."""
+        [(place, address)] = [(i, address) for i, (other, address) in enumerate(self._inbox) if other == tower]
+        while self._seen[place] < number and semaphores.take(address):
+            self._seen[place] += 1
+        return 0 < number <= self._seen[place]
 
     def _broken_off(self) -> PeerLostError | None:
         """Returns the error for a tower that has left a failure notice, or None."""
