@@ -14,7 +14,7 @@ import mirrored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line ``mirrored …``; returns the exit code."""
+    """Runs the command line ``mirrored …``, and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="mirrored", description="Train one PyTorch model on many devices, with the losses of one."
     )
@@ -69,7 +69,7 @@ def _add_script(
     command.add_argument("script", help=script)
     if rest:
         arguments = command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own")
-        arguments.required = False  # Python 3.11 would ask for it
+        arguments.required = False  # Python 3.11 would require it
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -167,7 +167,7 @@ def _inspect(path: str) -> int:
 
     try:
         print(inspect(path), flush=True)
-    except BrokenPipeError:  # a reader such as `head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
         print(f"mirrored: {error}", file=sys.stderr)
@@ -194,7 +194,7 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
-    """Trace a script; without towers or devices to start, it takes this process's place."""
+    """Traces a script. Without towers or devices, the script replaces this process."""
     start, _, stop = parsed.steps.partition(":")
     if not (start.isdecimal() and stop.isdecimal() and 1 < int(start) < int(stop)):
         parser.error(f"--steps is {parsed.steps}, but must be START:STOP with 1 < START < STOP, such as 10:13")
@@ -214,7 +214,11 @@ _FLAGS = {"verify": ("--exact", "--show-output", "--help"), "trace": ("--help",)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of ``verify`` or ``trace``, and those for the script: behind SCRIPT all but our long options."""
+    """Splits the words into those of ``verify`` or ``trace``, and those of the script.
+
+    The script's words are all words after SCRIPT except the long options of ``verify`` or ``trace``, and all after
+    ``--``.
+    """
     values, flags = _VALUES[words[0]], _FLAGS[words[0]]
     ours, others, known = [words[0]], list[str](), False
     rest = iter(words[1:])
@@ -285,10 +289,10 @@ def _new(parser: argparse.ArgumentParser, folder: str) -> int:
 
 
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
-    """The devices of the towers: those named, else accelerators, else CPUs; as many as towers are wanted.
+    """Returns ``towers`` devices: the requested ones, or otherwise accelerators, or otherwise CPUs.
 
     Raises:
-        ValueError: they do not fit each other, or there are fewer accelerators.
+        ValueError: the arguments contradict each other, or there are too few accelerators.
     """
     from towers.system import devices
 

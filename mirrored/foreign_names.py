@@ -1,6 +1,6 @@
-"""Names of TensorFlow, torch and others that people type here, and what to write in their place.
+"""Names of TensorFlow, torch and other libraries that users may type, and their equivalents here.
 
-Looked up only when an attribute or a module is missing.
+They are looked up only if an attribute or a module is missing.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ _INSTEAD = {
 
 
 def missing(owner: str, name: str) -> AttributeError:
-    """The error of an attribute that is not there.
+    """Returns the error for a missing attribute, with its equivalent if there is one.
 
     Args:
-        owner: "mirrored", or the class that has no such attribute.
+        owner: "mirrored", or the class without the attribute.
     """
     of = "module 'mirrored'" if owner == "mirrored" else f"{owner} object"
     instead = _INSTEAD[owner].get(name)
@@ -84,12 +84,13 @@ def missing(owner: str, name: str) -> AttributeError:
 
 
 def find_spec(name: str, *_: object) -> None:
-    """Explain ``import mirrored.experimental`` and ``from mirrored import NcclAllReduce`` as a finder of modules.
+    """Explains ``import mirrored.experimental`` and ``from mirrored import NcclAllReduce``, as a finder of modules.
 
     In the latter, Python drops the AttributeError and looks for a module of that name.
 
     Raises:
-        ModuleNotFoundError: it is a name of others; without ``name=``, with which Python would drop this error, too.
+        ModuleNotFoundError: it is a name of another library. It has no ``name=``, because Python would drop the error
+            otherwise.
     """
     if name.startswith("mirrored.") and (instead := _INSTEAD["mirrored"].get(name.removeprefix("mirrored."))):
         raise ModuleNotFoundError(f"cannot import {name}: {instead}")

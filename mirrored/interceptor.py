@@ -1,4 +1,4 @@
-"""The interceptor of a run of a script: what ``mirrored verify`` replaces in strategies and datasets, and is told."""
+"""The interceptor of a script's run, through which ``mirrored verify`` replaces parts of strategies and datasets."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from towers.system.devices import Device
 
 
 class Interceptor:
-    """Replaces nothing; :mod:`mirrored.verification` overrides what it needs.
+    """Replaces nothing. Subclasses in :mod:`mirrored.verification` override methods.
 
-    What only follows a training is no interceptor but a listener of :mod:`mirrored.events`.
+    Code that only observes a training is not an interceptor, but a listener of :mod:`mirrored.events`.
 
     Attributes:
-        compares: whether this run is compared with one of another number of towers.
+        compares: whether this run is compared with a run on another number of towers.
     """
 
     compares = False
 
     def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
-        """The devices that a strategy takes where the script asks for ``requested``."""
+        """Returns the devices for a strategy of a script that requests ``requested``."""
         return requested
 
     def averaging(self, requested: Any) -> Any:
-        """What a strategy does in place of averaging all gradients in every step, and exactly; None: nothing."""
+        """Returns a replacement for the strategy's exact averaging of all gradients in every step, or None."""
         return requested
 
     def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` ``replica``."""
+        """Returns the function that ``strategy.run`` calls instead of ``fn``, in the ``ReplicaContext`` ``replica``."""
         return fn
 
     def batches(self, dataset: object, load: Callable[[int], Iterator[Any]], first: int) -> Iterator[Any]:
-        """The batches that a distributed dataset yields in place of ``load(first)``, those from number ``first`` on."""
+        """Returns the batches of a distributed dataset from number ``first`` on, instead of ``load(first)``."""
         return load(first)
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
-        """The folder of checkpoints that a script gets where it asks for ``requested``."""
+        """Returns the folder of checkpoints for a script that requests ``requested``."""
         return requested
 
     def normalises(self, layer: str) -> bool:
-        """Whether a layer that takes statistics of this tower's share is to take those of the global batch instead.
+        """Returns whether a layer must use the statistics of the global batch instead of those of this tower's share.
 
-        torch's own layers are watched where they call torch.
+        It is not called for torch's own layers, whose calls of torch are watched.
         """
         return False
 
     def drops(self, dropout: str, value: Any) -> bool:
-        """Whether a dropout of ``value`` by other means than torch's is to be left out."""
+        """Returns whether a dropout of ``value`` that does not use torch's functions must be left out."""
         return False
 
     def drew(self, by: str) -> None:
-        """Random numbers are drawn by other means than torch's generators."""
+        """Is called when random numbers are drawn without torch's generators."""
 
     def returned(self, call: str, result: Any) -> None:
-        """``strategy.reduce`` or ``strategy.gather`` returns ``result``, or what ``call`` says."""
+        """Is called with the ``result`` of ``strategy.reduce``, ``strategy.gather`` or another ``call``."""
 
 
 _interceptor = Interceptor()
-"""One for the process; it replaces nothing but in the processes that ``mirrored.verify`` starts."""
+"""The interceptor of this process. It replaces something only in processes that ``mirrored.verify`` starts."""
 
 
 def interceptor() -> Interceptor:
-    """The interceptor of this process."""
+    """Returns the interceptor of this process."""
     return _interceptor
 
 
 def intercept(by: Interceptor) -> None:
-    """Make ``by`` the interceptor of this process."""
+    """Makes ``by`` the interceptor of this process."""
     global _interceptor
     _interceptor = by

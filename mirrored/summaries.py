@@ -1,4 +1,4 @@
-"""TensorBoard's events, which one tower writes for all (``Strategy.summary_writer``)."""
+"""Events for TensorBoard, which one tower writes for all (``Strategy.summary_writer``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NoWriter:
-    """Stands for a ``SummaryWriter`` on towers that write nothing: every method does nothing and returns None."""
+    """Replaces a ``SummaryWriter`` on towers that do not write. Every method does nothing and returns None."""
 
     def __enter__(self) -> NoWriter:
         return self
@@ -24,7 +24,7 @@ class NoWriter:
 
 
 def summary_writer(is_chief: bool, folder: str | os.PathLike[str], **options: Any) -> Any:
-    """A ``SummaryWriter`` on the chief, a :class:`NoWriter` elsewhere; as the script calls it on all towers.
+    """Returns a ``SummaryWriter`` on the chief and a :class:`NoWriter` on other towers. All towers must call it.
 
     Raises:
         ModuleNotFoundError: on all towers: tensorboard is not installed.
@@ -33,6 +33,6 @@ def summary_writer(is_chief: bool, folder: str | os.PathLike[str], **options: An
         raise ModuleNotFoundError("strategy.summary_writer needs tensorboard: pip install tensorboard")
     if not is_chief:
         return NoWriter()
-    from torch.utils.tensorboard import SummaryWriter  # imports much
+    from torch.utils.tensorboard import SummaryWriter  # a slow import
 
     return SummaryWriter(os.fspath(folder), **options)

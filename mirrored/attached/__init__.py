@@ -1,1 +1,1 @@
-"""Features that a strategy attaches to models: the mirror check, synchronised batch norm, metrics."""
+"""Features that a strategy attaches to models: the mirror check, synchronised BatchNorm, metrics."""

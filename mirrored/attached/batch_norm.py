@@ -1,27 +1,28 @@
 """BatchNorm layers that normalise over the global batch: ``strategy.scope(sync_batch_norm=True)``.
 
-[Note: layers change their class] Such a layer stays the object that the script made, with its parameters, buffers,
-hooks and ``state_dict``; its class becomes a subclass of the class that it had, with another ``forward``, as torch does
-to its lazy modules. ``isinstance(layer, nn.BatchNorm2d)`` stays true, copies and pickles work, and the printed model
-shows it. Hooks cannot do it (they come before or after a forward, not instead), replaced layers would break references
-that the script holds, and a function put on the object would belong to the original in shallow copies. The class'
-forward, torch's or one of its own, is called as it is; only its call of ``F.batch_norm`` is answered here.
+[Note: layers change their class] A synchronised layer is still the object that the script created, with its parameters,
+buffers, hooks and ``state_dict``. Its class becomes a subclass of its former class, with another ``forward``, as torch
+does with lazy modules. ``isinstance(layer, nn.BatchNorm2d)`` remains true, copies and pickles work, and the printed
+model shows the class. Hooks are not sufficient, because they run before or after a forward, not instead of it. Replaced
+layers would break references in the script. A function assigned to the object would belong to the original object in
+shallow copies. The class's forward, torch's or a custom one, is called unchanged, and only its call of ``F.batch_norm``
+is replaced.
 
-[Note: forwards of their own] A subclass of BatchNorm may do more in its forward than normalise: drop, activate, scale
-by a condition. It normalises by ``super().forward(x)``, by a method of torch's class, or by ``F.batch_norm`` with its
-own parameters. All of these, and torch's forward itself, look that function up by its name in ``torch.nn.functional``.
-So while a forward runs, another function has the name. It answers the layer's own calls and hands the others on. A
-forward without such a call takes statistics in a way that cannot be made global; that is an error.
+[Note: forwards of their own] The forward of a BatchNorm subclass may do more than normalise: drop, activate, scale by a
+condition. It normalises with ``super().forward(x)``, a method of torch's class, or ``F.batch_norm`` with the layer's
+parameters. All of these, and torch's forward itself, look that function up by name in ``torch.nn.functional``. So while
+a forward runs, the name refers to another function. It handles the layer's own calls and passes the others on. A
+forward without such a call computes statistics in a way that cannot be made global, which is an error.
 
-[Note: messages of batch norms] The layers have a process group of their own. A message names its layer and its
-direction, and is as long as that of the widest layer. Both directions are all-gathers: a sum would not leave the name
-readable, and rows that every tower adds in tower order give the same bits on all. Between GPUs the host does not wait:
-a message of another layer turns the statistics into NaN, and is an error at one of the next layers.
+[Note: messages of batch norms] The layers have their own process group. A message contains the layer and the direction,
+and has the length of the widest layer's. Both directions are all-gathers: a sum would make the name unreadable, and
+rows that every tower adds in tower order give the same bits everywhere. Between GPUs, the host does not wait: a message
+of another layer turns the statistics into NaN, and raises an error at one of the next layers.
 
-In training mode ``forward`` and ``backward`` are collectives: all towers make the same ones in the same order, also
-with an empty share, inside ``run`` and outside, and in ``no_sync``. In eval mode, and where there is one tower, a layer
-is the plain one. Copies and pickled layers stay synchronised; a model that is to be scripted or converted gets its
-``state_dict`` into plain layers. What ``nn.SyncBatchNorm`` does already, through c10d, is left to it.
+In training mode, ``forward`` and ``backward`` are collectives. All towers must run the same ones in the same order,
+even with an empty share, inside and outside ``run``, and in ``no_sync``. In eval mode, and on one tower, a layer works
+as the plain layer. Copies and unpickled layers stay synchronised. To script or convert a model, load its ``state_dict``
+into plain layers. ``nn.SyncBatchNorm`` layers, which already synchronise through c10d, are not changed.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class BatchNorms:
     """The common state of all BatchNorm layers of one strategy.
 
     Args:
-        communicator: over all towers.
-        name_of: the name that messages give a layer; None when it is in no mirrored model.
+        communicator: collectives over all towers.
+        name_of: returns a layer's name for messages, or None if it is in no mirrored model.
     """
 
     def __init__(self, communicator: Communicator, name_of: Callable[[nn.Module], str | None]) -> None:
@@ -68,16 +69,16 @@ class BatchNorms:
         self._pid = os.getpid()
 
     def adopt(self, module: nn.Module) -> None:
-        """Make ``module`` normalise over the global batch if it is a BatchNorm layer; may be called again.
+        """Makes ``module`` normalise over the global batch if it is a BatchNorm layer. Repeated calls are allowed.
 
         Raises:
-            TypeError: its forward belongs to the object and not to its class.
+            TypeError: its forward was assigned to the object, instead of the class.
         """
         if not isinstance(module, BatchNormBase) or isinstance(module, (_OverAllTowers, nn.SyncBatchNorm)):
             return
         kind: Any = type(module)
         if any(base.__module__.startswith(_QUANTISED) for base in kind.__mro__):
-            return  # these take running statistics always
+            return  # these always use running statistics
         if "forward" in vars(module):
             raise TypeError(
                 f"sync_batch_norm=True cannot change a {kind.__qualname__} of {module.num_features} features, "
@@ -89,14 +90,14 @@ class BatchNorms:
         module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
 
     def train(self, layer: _OverAllTowers, forward: Callable[[], Any], counts: bool) -> Any:
-        """The output of ``layer`` in training for this tower's share; all towers call it.
+        """Returns the output of ``layer`` in training for this tower's share. All towers must call it.
 
         Args:
-            forward: that of its plain class, on this tower's share.
-            counts: whether its input belongs to the global batch; a stand-in for examples does not.
+            forward: calls the plain class's forward on this tower's share.
+            counts: whether its input belongs to the global batch; False for a stand-in.
 
         Raises:
-            RuntimeError: the forward does not normalise by ``F.batch_norm``.
+            RuntimeError: the forward does not normalise with ``F.batch_norm``.
             ValueError, DisagreementError: see :func:`towers.batch_norm.normalise`.
             ForkedError: in a process that was forked from a tower.
         """
@@ -131,7 +132,7 @@ class BatchNorms:
             return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
 
     def _connect(self) -> LabelledGather:
-        """The layers' own channel, so that their collectives never meet those of buckets or of the script."""
+        """Returns the layers' own channel, which separates their collectives from those of gradients and the script."""
         if os.getpid() != self._pid:
             raise ForkedError(
                 "a BatchNorm of sync_batch_norm was used in training mode in a process that was forked from a tower; "
@@ -155,7 +156,7 @@ class BatchNorms:
 
 
 class _OverAllTowers(BatchNormBase):
-    """The forward over all towers; the first base of the classes that :func:`_over_all_towers` makes."""
+    """The forward over all towers. The classes of :func:`_over_all_towers` have it as their first base."""
 
     plain: ClassVar[type[BatchNormBase]]
     takes_statistics_of_all_towers: ClassVar[bool] = True
@@ -166,15 +167,15 @@ class _OverAllTowers(BatchNormBase):
         return _train(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Copies and pickles: the class was made here and cannot be imported by name.
+        # For copies and pickles: the class was created here and cannot be imported by name.
         return (_new, (self.plain,), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
 
 
 @functools.cache
 def _over_all_towers(plain: Any) -> Any:
-    """The subclass of ``plain`` that normalises over the global batch."""
+    """Returns the subclass of ``plain`` that normalises over the global batch."""
     attributes: dict[str, Any] = {"plain": plain, "__module__": __name__, "__doc__": plain.__doc__}
-    if (later := getattr(plain, "cls_to_become", None)) is not None:  # a lazy one
+    if (later := getattr(plain, "cls_to_become", None)) is not None:  # a lazy layer
         attributes["cls_to_become"] = _over_all_towers(later)
     return type(f"Sync{plain.__name__}", (_OverAllTowers, plain), attributes)
 
@@ -186,7 +187,7 @@ def _new(plain: Any) -> Any:
 
 @disable_dynamo
 def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of ``layer`` in training mode; ``forward`` is that of its plain class."""
+    """Runs the forward of ``layer`` in training mode. ``forward`` is that of its plain class."""
     strategy = current_strategy()
     layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -199,16 +200,19 @@ def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
 _Normalise = Callable[
     [BatchNormBase, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, float, float], Tensor
 ]
-"""From a layer, its input, weight, bias, running mean and variance, momentum and eps, the output in training mode."""
+"""Computes the output in training mode.
+
+The arguments are the layer, its input, weight, bias, running mean and variance, momentum and eps.
+"""
 
 
 class _OwnCalls:
     """The context of one forward of a layer.
 
     Attributes:
-        layer: whose calls of ``F.batch_norm`` are answered.
-        normalise: answers them in training mode.
-        answered: whether there was a call of the layer's own.
+        layer: the layer whose calls of ``F.batch_norm`` are replaced.
+        normalise: replaces these calls in training mode.
+        answered: whether the layer has called ``F.batch_norm``.
     """
 
     def __init__(self, layer: _OverAllTowers, normalise: _Normalise) -> None:
@@ -234,9 +238,9 @@ class _OwnCalls:
                 F.batch_norm = _original
 
     def is_own(self, *tensors: Tensor | None) -> bool:
-        """Whether a call with these statistics, weight and bias is the layer's own."""
+        """Returns whether a call with these statistics, weight and bias belongs to the layer."""
         layer = self.layer
-        if layer.plain.forward is BatchNormBase.forward:  # torch's, which makes no other call
+        if layer.plain.forward is BatchNormBase.forward:  # torch's forward, which makes no other call
             return True
         of_layer = layer.running_mean, layer.running_var, layer.weight, layer.bias
         return all(tensor is None for tensor in of_layer) or any(
@@ -246,7 +250,7 @@ class _OwnCalls:
 
 _inside: ContextVar[_OwnCalls | None] = ContextVar("the innermost forward that this thread is in", default=None)
 _lock = threading.Lock()
-_forwards = 0  # in which all threads are
+_forwards = 0  # the number of running forwards, of all threads
 _original: Any = None
 
 
@@ -260,7 +264,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """The function that stands in place of ``F.batch_norm`` while a layer's forward runs."""
+    """Replaces ``F.batch_norm`` while a layer's forward runs."""
     forward = _inside.get()
     if forward is not None and forward.is_own(running_mean, running_var, weight, bias):
         forward.answered = True

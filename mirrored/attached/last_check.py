@@ -1,8 +1,8 @@
 """The last mirror check, when the towers end (rule R1, docs/concepts/towers.md).
 
-[Note: no tower waits at the end] A collective at exit would hang whenever one tower ends by another way. So a tower
-leaves fingerprints of its parameters in the towers' store when its interpreter ends, and the tower that ends last
-compares them. ``mirrored.launch`` ends functions, not programs: there is nothing left to compare then.
+[Note: no tower waits at the end] A collective at exit would hang if one tower ended in another way. Instead, a tower
+stores fingerprints of its parameters in the towers' store when its interpreter ends, and the last tower compares them.
+``mirrored.launch`` runs functions, not programs: there, nothing is left to compare at the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WHAT = "held"
 
 
 class LastCheck:
-    """Compares what the towers of one strategy hold when their programs end without an error.
+    """Compares the parameters of one strategy's towers when their programs end without an error.
 
     Args:
-        check: says what is compared.
-        health: this tower's.
+        check: the parameters to compare.
+        health: this tower's position.
     """
 
     def __init__(self, check: MirrorCheck, health: Health) -> None:
@@ -47,11 +47,11 @@ class LastCheck:
         weakref.finalize(self, atexit.unregister, at_exit)
 
     def _leave(self) -> None:
-        """This tower ends; if it is the last one and they do not hold the same, it ends with an error."""
+        """Stores this tower's fingerprints. The last tower compares all, and ends with an error if they differ."""
         heartbeat = self._health.heartbeat
         if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
-        failure.flush_output()  # the last tower's error may end this one before the interpreter does it
+        failure.flush_output()  # the last tower's error may end this process before its interpreter flushes
         values = self._check.held()
         messages = heartbeat.leave(_WHAT, _message(values))
         if messages is not None and (differences := _differences(messages, values)):
@@ -63,7 +63,7 @@ class LastCheck:
 def _message(values: Sequence[Held]) -> Message:
     description = describe(values)
     digest = digest_of(description)
-    # Of tens of thousands of tensors a message can say only whether all are the same.
+    # For tens of thousands of tensors, the message is too large, and can only report whether all are equal.
     fits = len(json.dumps(description)) < LARGEST // 2
     return {"digest": digest, "names": digest_of(sorted(description)), "held": description if fits else None}
 
@@ -74,6 +74,6 @@ def _differences(messages: Sequence[Message], values: Sequence[Held]) -> list[Di
         return []
     if all(message["held"] is not None for message in messages):
         return differences([message["held"] for message in messages], values)
-    if len({message["names"] for message in messages}) > 1:  # some have dropped what others still hold
+    if len({message["names"] for message in messages}) > 1:  # some towers have dropped parameters of others
         return []
     return [Difference("of a model (which of several models is unknown),", ["parameter"], groups_of(digests))]

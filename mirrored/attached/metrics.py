@@ -1,14 +1,18 @@
-"""Metric objects of torchmetrics over shares that can be empty.
+"""Metrics of torchmetrics on shares that can be empty.
 
-torchmetrics adds its metrics' states up over the ranks of torch.distributed when they are computed, so shares without
-repetition count every example once. Three things go wrong with empty shares: many metrics cannot be updated with them;
-a metric that keeps examples and has none gathers a state of another shape and dtype than the others' (Gloo then
-aborts the process); and lists of which every entry is gathered by itself are of different lengths, so that entries of
-different states meet. The first two have their place in torchmetrics, ``update`` and ``dist_sync_fn``.
+torchmetrics adds up the states of its metrics over the ranks of torch.distributed when they are computed. So every
+example counts once if shares do not overlap. Empty shares cause three problems:
 
-[Note: lists are gathered at once] The third is repaired in ``_sync_dist``, which calls ``dist_sync_fn`` for every entry
-of a list. That name is private to torchmetrics, but the function that it calls does not know which state an entry is
-of.
+1. Many metrics cannot be updated with them.
+2. A metric that stores examples but has none gathers a state of another shape and dtype than the other towers (Gloo
+   then aborts the process).
+3. Lists whose entries are gathered one by one have different lengths, so that entries of different states are mixed.
+
+torchmetrics has interfaces for the first two, ``update`` and ``dist_sync_fn``.
+
+[Note: lists are gathered at once] The third problem is fixed in ``_sync_dist``, which calls ``dist_sync_fn`` for every
+entry of a list. That name is private to torchmetrics, but ``dist_sync_fn`` cannot find out which state an entry belongs
+to.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from towers.system import tree as trees
 
 
 def prepare(module: nn.Module, comm: Communicator) -> None:
-    """Let the metrics in ``module``, which can be one itself, take empty shares and stand-ins."""
+    """Makes the metrics in ``module``, which may itself be a metric, accept empty shares and stand-ins."""
     for _, updated in _metrics_in(module, "Metric", "MetricCollection"):
         if getattr(updated.update, "func", None) is not _update:
             updated.update = functools.partial(_update, updated.update)
@@ -40,12 +44,12 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
         if not isinstance(metric.dist_sync_fn, GatherStates):
             metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(metric).__name__, path))))
             metric._sync_dist = functools.partial(_sync_dist, metric)
-            if not metric.dist_sync_on_step:  # which is a collective
+            if not metric.dist_sync_on_step:  # otherwise, the forward is a collective
                 metric.forward = functools.partial(_forward, metric)
 
 
 def _metrics_in(module: nn.Module, *kinds: str) -> Iterator[tuple[str, Any]]:
-    """The metrics in a module, or what is of other ``kinds`` of torchmetrics, with their paths."""
+    """Yields the metrics in a module, or its objects of other ``kinds`` of torchmetrics, with their paths."""
     wanted = {f"torchmetrics.{kind}" for kind in kinds or ("Metric",)}
     for path, layer in module.named_modules() if "torchmetrics" in sys.modules else ():
         if any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(layer).__mro__):
@@ -53,7 +57,7 @@ def _metrics_in(module: nn.Module, *kinds: str) -> Iterator[tuple[str, Any]]:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """The states of the metrics in ``module``, by path: torchmetrics leaves them out of a ``state_dict()``."""
+    """Returns the states of the metrics in ``module``, by path. torchmetrics leaves them out of ``state_dict()``."""
     return {
         path: {"state": dict(metric.metric_state), "updates": metric._update_count}
         for path, metric in _metrics_in(module)
@@ -61,7 +65,7 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def problem_of(module: nn.Module, states: Any) -> str | None:
-    """The reason why :func:`states_of` cannot have returned ``states`` for ``module``; None where it can."""
+    """Returns why ``states`` cannot be a result of :func:`states_of` for ``module``, or None if it can."""
     if not isinstance(states, Mapping):
         return "its metrics were saved in a form that is not a dict"
     metrics = dict(_metrics_in(module))
@@ -83,7 +87,7 @@ def problem_of(module: nn.Module, states: Any) -> str | None:
 
 
 def set_states_of(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Let the metrics in ``module`` go on where :func:`states_of` was taken, which :func:`problem_of` has looked at."""
+    """Sets the states of the metrics in ``module`` to ``states``, which :func:`problem_of` has checked."""
     for path, saved in states.items():
         metric: Any = module.get_submodule(path)
         for name, value in saved["state"].items():
@@ -96,9 +100,9 @@ def _on(device: torch.device, leaf: Any) -> Any:
 
 
 def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a metric is given an empty share or a stand-in."""
+    """Returns whether a metric's arguments are an empty share or a stand-in."""
     sizes = [len(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes:  # texts, detections
+    if not sizes:  # strings, detections
         sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     if sizes and not any(sizes):
         return True
@@ -108,26 +112,26 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A metric's or a collection's ``update``, which does nothing when it is called without examples."""
+    """Calls the ``update`` of a metric or collection, or does nothing without examples."""
     return None if _has_no_examples(args, kwargs) else update(*args, **kwargs)
 
 
 def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """A metric's ``forward``, which returns NaN when it is called without examples, and leaves the metric as it is."""
+    """Calls a metric's ``forward``. Without examples, it returns NaN and leaves the metric unchanged."""
     if _has_no_examples(args, kwargs):
         return torch.full((), torch.nan, device=metric.device)
     return type(metric).forward(metric, *args, **kwargs)
 
 
 def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = None) -> None:
-    """A metric's ``_sync_dist`` that takes lists of any length, which differ where shares are empty.
+    """Replaces a metric's ``_sync_dist``, and gathers lists whose lengths differ because of empty shares.
 
-    See [Note: lists are gathered at once]. Those of tensors that are not to be concatenated (``dist_reduce_fx`` None or
-    a function of the metric's own) are gathered at once, all their entries. The result holds the first entries of all
-    towers in tower order, then the second ones, and so on, as torchmetrics does with lists of one length.
+    See [Note: lists are gathered at once]. Lists of tensors that are not to be concatenated (``dist_reduce_fx`` is None
+    or a custom function) are gathered at once, with all entries. The result contains the first entries of all towers in
+    tower order, then the second entries, and so on. torchmetrics does the same with lists of equal length.
 
     Raises:
-        DisagreementError: towers are doing different things; on all of them.
+        DisagreementError: on all towers: they make different calls.
     """
     from torchmetrics.utilities.data import dim_zero_cat
 
@@ -148,13 +152,13 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = No
 
 
 class GatherStates:
-    """A ``dist_sync_fn`` of torchmetrics: every tower's state, of any size along the first dimension.
+    """A ``dist_sync_fn`` of torchmetrics: gathers every tower's state, of any size along the first dimension.
 
     Args:
-        name: the metric's name in messages; the same on all towers.
+        name: the metric's name in messages; equal on all towers.
 
     Raises:
-        DisagreementError: towers are doing different things; on all of them.
+        DisagreementError: on all towers: they make different calls.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -163,7 +167,7 @@ class GatherStates:
 
     def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
         described = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
-        # A tower that has kept no examples does not know their shape and dtype.
+        # A tower that has stored no examples does not know their shape and dtype.
         dtype, like = next(
             (state_of_tower for state_of_tower in described if not _is_nothing(state_of_tower)), described[0]
         )
@@ -176,7 +180,7 @@ class GatherStates:
         return list(rows.split([shape[0] for shape in shapes]))
 
     def gather_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:
-        """Every tower's lists in one, but those that hold something else than tensors on any tower."""
+        """Gathers every tower's lists into one list each. Lists with a non-tensor entry on any tower are left out."""
         described = {
             name: [[str(entry.dtype), list(entry.shape)] for entry in entries]
             for name, entries in lists.items()
@@ -194,7 +198,7 @@ class GatherStates:
 
 
 def _unpacked(announcement: Announcement, device: torch.device) -> dict[str, list[Tensor]]:
-    """The lists of a tower that has announced their dtypes and shapes, and their bytes along with that."""
+    """Returns the lists of a tower, from the dtypes, shapes and bytes of its announcement."""
     body, lists = memoryview(announcement.body), dict[str, list[Tensor]]()
     for name, entries in announcement.details.items():
         lists[name] = []

@@ -1,14 +1,15 @@
-"""The mirror check, now and then while towers train: are they still mirror images (rule R1, docs/concepts/towers.md)?
+"""The periodic mirror check during training: whether the towers' copies are equal (rule R1, docs/concepts/towers.md).
 
-[Note: runs are counted] Runs are counted, not optimizer steps, so that all towers come to a check together, also when
-one of them has stepped alone. Fingerprints see bits: words are summed by columns and rows (a prime number of columns),
-plain integer additions on any device, and only those sums are mixed. Between GPUs the stream makes, gathers and copies
-them to the host, and all towers read them in the same later run, by the tenth. Only what all towers hold is compared,
-since garbage is collected at different times. Settings of optimizers are compared, too: a learning rate that one tower
-alone has lowered is found as such. Parameters that no optimizer steps count as others do: a frozen layer that was
-replaced outside the scope computes another function on every tower.
+[Note: runs are counted] Runs are counted, not optimizer steps, so that all towers reach a check together, even if one
+of them has stepped alone. Fingerprints cover all bits: words are summed by columns and rows (with a prime number of
+columns), with plain integer additions on any device, and only these sums are mixed. Between GPUs, the stream computes
+the fingerprints, gathers them and copies them to the host. All towers read them in the same later run, at most 10 runs
+later. Only objects that all towers have are compared, because garbage is collected at different times. Settings of
+optimizers are also compared, so a learning rate that only one tower has lowered is reported as such. Parameters that no
+optimizer steps are compared, too: a frozen layer that was replaced outside the scope computes another function on every
+tower.
 
-What it costs is in ``docs/project/benchmarks.md`` (``scripts/bench mirror``).
+``docs/project/benchmarks.md`` contains the cost (``scripts/bench mirror``).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from towers.system.text import name_towers
 
 log = get_logger("mirrored")
 
-_EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start shows it
-_READ_AFTER = 10  # runs, by when a GPU has done what it was given before
+_EARLY = (2, 10, 100)  # the runs that reveal scripts that are wrong from the start
+_READ_AFTER = 10  # runs, after which a GPU has finished its earlier work
 
 _PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
 
@@ -65,15 +66,16 @@ class MirrorCheck:
     """Compares parameters, optimizer state and optimizer settings between the towers.
 
     Args:
-        comm: the towers.
-        interval: runs in which all is compared once; None for no checks but those that are asked for.
-        unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
-        with_state: whether optimizer state is the same on all towers.
-        apart: whether towers may hold different parameters now; their settings are compared alone then.
-        barrier: comes before each check, with its purpose; given where towers that step alone wait outside ``comm``.
+        comm: collectives over the towers.
+        interval: runs between complete comparisons; None checks only on request.
+        unmirrored: returns parameters of mirrored modules that are not mirrored, because a script added them later.
+        with_state: whether optimizer state must be equal on all towers.
+        apart: returns whether towers may have different parameters now. Then only settings are compared.
+        barrier: is called before each check, with its purpose. It is necessary if towers that step alone wait outside
+            ``comm``.
 
     Attributes:
-        due: the number of the run in which there is something to do; 0 for none.
+        due: the number of the next run in which the check has work; 0 for none.
     """
 
     def __init__(
@@ -96,18 +98,18 @@ class MirrorCheck:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
         self._under_way: _Check | None = None
-        self._last_equal = ""  # when that was
+        self._last_equal = ""  # the time of the last check without a difference
         self._warned: set[str] = set()
         self._read_later = comm.device.type != "cpu"
         self._runs = 0
         self.due = self._next(0)
 
     def add(self, parameters: Sequence[Named]) -> None:
-        """These are mirrored from now on."""
+        """Adds parameters that are mirrored from now on."""
         self._parameters += [(named.name, weakref.ref(named.tensor)) for named in parameters]
 
     def notice(self, optimizer: Optimizer) -> None:
-        """An optimizer of mirrored parameters is about to step."""
+        """Adds an optimizer of mirrored parameters that is about to step."""
         if optimizer not in self._optimizers:
             name = type(optimizer).__name__
             number = self._class_names[name]
@@ -118,14 +120,14 @@ class MirrorCheck:
     # -- when --------------------------------------------------------------------------------------------
 
     def _next(self, run: int) -> int:
-        """The first check after ``run``."""
+        """Returns the run of the first check after ``run``."""
         if self._every is None:
             return 0
         regular = (run // self._every + 1) * self._every
         return min([regular, *(early for early in _EARLY if early > run)])
 
     def begin_run(self) -> None:
-        """A run begins: do what is due.
+        """Starts and reads the checks that are due at the start of a run.
 
         Raises:
             MirrorError, DisagreementError: see :meth:`come_to`.
@@ -136,10 +138,10 @@ class MirrorCheck:
                 self.come_to(self._runs)
 
     def come_to(self, run: int) -> None:
-        """Do what is due at the beginning of ``run``.
+        """Starts and reads the checks that are due at the start of ``run``.
 
         Raises:
-            MirrorError: on all towers with one text: they are not mirror images any more.
+            MirrorError: on all towers, with one message: the towers differ.
             DisagreementError: on all towers: some are not at this run.
         """
         earlier, self._under_way = self._under_way, None
@@ -155,13 +157,13 @@ class MirrorCheck:
                 self._judge(check)
 
     def check(self, call: str) -> None:
-        """Check all at once.
+        """Checks all objects at once.
 
         Args:
-            call: what a person would say is being done.
+            call: describes the operation in progress in messages.
 
         Raises:
-            MirrorError, DisagreementError: on all towers with one text.
+            MirrorError, DisagreementError: on all towers, with one message.
         """
         when = f"after the start of run {self._runs}" if self._runs else "before the first run"
         with range_("mirrored::mirror-check"):
@@ -170,7 +172,7 @@ class MirrorCheck:
     # -- what --------------------------------------------------------------------------------------------
 
     def held(self) -> list[Held]:
-        """Everything that has to be the same on all towers."""
+        """Returns all objects that must be equal on all towers."""
         optimizers = list(self._optimizers.items())
         living = self._living()
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
@@ -211,7 +213,7 @@ class MirrorCheck:
         not_finite = what_is_not_finite(check.names, check.highest.get())
         if not_finite:
             self._warned.add("not finite")
-            if self._comm.index:  # it is the same on all towers, and one says so
+            if self._comm.index:  # it is equal on all towers, so tower 0 logs it
                 return
             name, kind = next(iter(not_finite.items()))
             more = f", and {len(not_finite) - 1} more parameters are not finite" if len(not_finite) > 1 else ""
@@ -229,7 +231,7 @@ class _Check(NamedTuple):
     """A check that was started.
 
     Attributes:
-        when: in words.
+        when: the time of the check, in words.
         names, highest: parameters that an optimizer steps, and their extremes.
     """
 
@@ -240,7 +242,7 @@ class _Check(NamedTuple):
 
 
 def in_words(differences: Sequence[Difference], when: str) -> str:
-    """The error message for towers that are not mirror images any more.
+    """Returns the error message for towers that differ.
 
     Args:
         when: a sentence without its full stop.
@@ -261,7 +263,7 @@ def in_words(differences: Sequence[Difference], when: str) -> str:
 
 
 def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:
-    """The numbers with which an optimizer was made, as schedulers and scripts may have changed them since."""
+    """Yields the settings of an optimizer, which schedulers and scripts may have changed since it was created."""
     for number, group in enumerate(optimizer.param_groups):
         where = label if len(optimizer.param_groups) == 1 else f"group {number} of {label}"
         for name in optimizer.defaults:
@@ -281,7 +283,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _states(optimizer: Optimizer, label: str, names: dict[int, str]) -> Iterator[Held]:
-    """The tensors that an optimizer keeps for mirrored parameters."""
+    """Yields the tensors that an optimizer stores for mirrored parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:

@@ -1,1 +1,1 @@
-"""Central storage: parameters and optimizers once in the memory of a host."""
+"""Central storage: one copy of parameters and optimizer state, in the memory of a host."""

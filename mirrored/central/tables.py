@@ -1,9 +1,9 @@
 """Tables that stay in the host's memory while towers compute on accelerators.
 
 [Note: tables on the host] An ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``sparse=True`` that is created in the scope
-has its weight on the CPU, so it may be larger than a device's memory. Its forward takes the indices to the host, and
-the rows that it has looked up to the device; backward takes their gradients back. ``model.to(device)`` would move the
-table: what belongs on the device is created there already.
+has its weight on the CPU. So the weight may be larger than a device's memory. Its forward copies the indices to the
+host, and the rows that it has looked up to the device. Backward copies their gradients back. Do not call
+``model.to(device)``, which would move the table: the other parameters are already created on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 
 @contextlib.contextmanager
 def kept_on_host(device: torch.device) -> Iterator[None]:
-    """Inside, tables with sparse gradients are created on the host; they answer on ``device``."""
+    """Creates tables with sparse gradients on the host, inside the context. Their results are on ``device``."""
     before = [kind.__init__ for kind in _KINDS]
     for kind, init in zip(_KINDS, before, strict=True):
         kind.__init__ = _on_host(init, device)  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Checkpoints: saved completely or not at all, whenever a run is killed, and resumed to the same bits.
+"""Checkpoints that are saved completely or not at all, even if a run is killed, and resumed to the same bits.
 
-A save passes :mod:`.manager`, :mod:`.saver` (state of all towers, from :mod:`.tracked` objects through :mod:`.codec`;
-then a thread) and :mod:`.folder` (files, through :mod:`.tensors` and :mod:`.manifest`). A restore passes
-:mod:`.manager`, :mod:`.restoring`, :mod:`.manifest` and :mod:`.tracked`.
+:mod:`.manager` calls :mod:`.saver` to save. The saver collects the state of all towers from the objects of
+:mod:`.tracked`, encoded by :mod:`.codec`. A thread then writes the files through :mod:`.folder`, :mod:`.tensors` and
+:mod:`.manifest`. To restore, :mod:`.manager` calls :mod:`.restoring`, which uses :mod:`.manifest` and :mod:`.tracked`.
 """
 
 from mirrored.checkpoint.errors import CheckpointError, Preempted

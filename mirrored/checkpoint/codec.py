@@ -1,7 +1,7 @@
-"""State as JSON and tensors, and back: nothing in a file can name code to run.
+"""Encodes state as JSON and tensors, and decodes it. Nothing in a file can name code to run.
 
-None, booleans, numbers, texts and lists are JSON of their own; everything else is an object whose first key names its
-type, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
+None, booleans, numbers, strings and lists are stored as plain JSON. Every other value is a JSON object whose first key
+names its type, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
-_SCALARS = "biuf"  # kinds of NumPy's: booleans, integers and floats
+_SCALARS = "biuf"  # NumPy's kinds of booleans, integers and floats
 _PLAIN = " !$&'()*+,:;<=>?[]^`{|}\""
 _KEYS = (str, int, float, bool, tuple, type(None))
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError)
-"""Errors of making a value as an untrusted manifest describes it."""
+"""The errors that can occur if a value is created from an untrusted manifest."""
 
 
 class Encoder:
-    """Turns state into JSON values, and collects the tensors by name.
+    """Converts state to JSON values, and collects its tensors by name.
 
     Attributes:
         tensors: by name; detached, on their devices, not copied. A tensor that is in several places is collected once.
@@ -44,14 +44,14 @@ class Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, *, skip_code: bool = False) -> Any:
-        """The JSON value of ``value``.
+        """Returns the JSON value of ``value``.
 
         Args:
-            path: where ``value`` stands in the state, for names of tensors and messages.
-            skip_code: leave out functions in dicts, as learning-rate schedules have them.
+            path: the position of ``value`` in the state, for the names of tensors and for messages.
+            skip_code: whether functions in dicts are left out, for learning-rate schedules that contain them.
 
         Raises:
-            TypeError: something in it cannot be saved (a function, an object); the text has its path.
+            TypeError: a part of ``value`` cannot be saved (a function, an object). The message contains its path.
         """
 
         def inner(entry: Any, key: object) -> Any:
@@ -124,7 +124,7 @@ class Encoder:
 
 
 def _step_of_path(key: object) -> str:
-    """A key as part of a tensor's name: different for different keys, and never with '/' or '@' in it."""
+    """Returns a key as part of a tensor's name. Different keys give different parts, which never contain '/' or '@'."""
     if isinstance(key, str):
         return urllib.parse.quote(key, safe=_PLAIN, errors="surrogatepass")
     return str(key) if type(key) is int else "#" + urllib.parse.quote(repr(key), safe=_PLAIN)
@@ -133,22 +133,22 @@ def _step_of_path(key: object) -> str:
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    except (TypeError, ValueError):  # a kind, a width or an order of bytes that torch has not
+    except (TypeError, ValueError):  # torch does not support its kind, width or byte order
         raise TypeError(f"{path} is an array of {value.dtype}, which cannot be saved; use one of numbers") from None
 
 
 class Malformed(ValueError):
-    """A file or a value in it is not what this software writes."""
+    """Reports a file, or a value in a file, that this software did not write."""
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of :meth:`Encoder.encode`.
+    """Decodes a value of :meth:`Encoder.encode`.
 
     Args:
-        tensor: returns a tensor by name; a "meta" tensor, without data, may also stand for an array.
+        tensor: returns a tensor by name. A "meta" tensor, without data, may replace an array.
 
     Raises:
-        Malformed: it is no encoded state.
+        Malformed: ``value`` is not an encoded state.
     """
     if value is None or isinstance(value, (bool, int, str, float)):
         return value
@@ -190,7 +190,7 @@ def _read_tensor(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> Tenso
 
 def _read_scalar(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
     dtype = np.dtype(value["dtype"])
-    if dtype.kind not in _SCALARS:  # a number makes others as large as it says ("V"), and holds any object ("O")
+    if dtype.kind not in _SCALARS:  # the size of a "V" scalar is untrusted, and "O" holds any object
         raise Malformed(f"a scalar is of kind {dtype.kind!r}")
     return dtype.type(decode(content, tensor))
 

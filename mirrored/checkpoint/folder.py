@@ -1,28 +1,28 @@
-"""A folder of checkpoints, in which every checkpoint is complete or absent; and which tower writes there.
+"""A folder of checkpoints, each complete or absent, and the choice of the tower that writes there.
 
 ::
 
     results/run/
         step-00000100/    manifest.json, tensors.safetensors
         step-00000120/
-        best/             a checkpoint that was given a name
-        latest            a text: the name of the newest, for people and other programs
-        .lock             held by the process that writes here
+        best/             a named checkpoint
+        latest            a text file: the name of the newest checkpoint, for people and other programs
+        .lock             the lock of the process that writes here
         .ended            a note of the run: it has ended, and after which step
-        .stop             a note of its evaluator: the run is to end early, and why
-        .saving-…         being written, or left by a process that was killed meanwhile
-        .evaluation.…     the same of an evaluator
+        .stop             a note of the run's evaluator: the run must end early, and why
+        .saving-…         a checkpoint that is being written, or that a killed process left
+        .evaluation.…     such files of an evaluator
 
-A checkpoint is written under another name, flushed to the disk, and renamed; ``latest`` is replaced in the same way.
+A checkpoint is written under another name, flushed to the disk, and renamed. ``latest`` is replaced in the same way.
 
-[Note: the newest checkpoint] It is found by listing the folder, not by ``latest``: that file is replaced after the
-rename, so a kill between the two would hide a complete checkpoint. A run that went back to an earlier step renames
-later checkpoints to ``replaced-…``: the next restart would take them for its own.
+[Note: the newest checkpoint] The newest checkpoint is found by listing the folder, not by reading ``latest``. That file
+is replaced after the rename, so a kill between the two would hide a complete checkpoint. A run that restored an earlier
+step renames later checkpoints to ``replaced-…``. Otherwise, the next restart would restore them.
 
-[Note: which tower writes] Hosts may share the folder (a network file system) or have one each under the same path. This
-is found by trying: every tower makes a probe file, then looks which probes lie in its own folder; the lowest-numbered
-of their towers writes there. So hosts that share the folder write once, hosts with disks of their own write a copy
-each, and there is nothing to configure.
+[Note: which tower writes] Hosts may share the folder (a network file system), or each have their own folder under the
+same path. The towers find this out with probe files: every tower creates one, then checks which probes are in its own
+folder. The lowest-numbered tower among these writes there. So hosts that share the folder write one copy, hosts with
+their own disks write one copy each, and no configuration is needed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 _SAVING, _REMOVING, _REPLACING, _PROBE = "saving-", "removing-", "replacing-", "probe-"
 ENDED, STOP = ".ended", ".stop"
-"""Notes that a run and its evaluator leave each other."""
+"""The names of notes between a run and its evaluator."""
 
 
 class Disk:
-    """The system calls by which checkpoints are written, which tests let fail. All errors are ``OSError``."""
+    """The system calls that write checkpoints. Tests replace them to simulate failures. All errors are ``OSError``."""
 
     def create(self, path: pathlib.Path) -> int:
-        """Open a new file for writing; it must not exist. Readable by its owner only, or less where umask says so."""
+        """Opens a new file for writing. It must not exist.
+
+        Only its owner can read it. The umask may remove more permissions.
+        """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -78,9 +81,9 @@ class Disk:
         os.rmdir(path)
 
     def write_file(self, path: pathlib.Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
-        """Write a new file and flush it to the disk; returns its size in bytes and its SHA-256.
+        """Writes a new file, flushes it to the disk, and returns its size in bytes and its SHA-256.
 
-        Hashing runs beside writing, in a thread.
+        A thread computes the checksum in parallel with writing.
         """
         size, checksum = 0, hashlib.sha256()
         to_hash: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
@@ -92,7 +95,8 @@ class Disk:
         with contextlib.ExitStack() as stack:
             descriptor = self.create(path)
             stack.callback(os.close, descriptor)
-            # An executor takes no work after the main thread's end, when the last checkpoint may still be written.
+            # An executor accepts no work after the main thread has ended, but the last checkpoint may still be written
+            # then.
             hashing = threading.Thread(target=hash_pieces, name="mirrored-checksum", daemon=True)
             hashing.start()
             stack.callback(hashing.join)
@@ -106,7 +110,7 @@ class Disk:
         return size, checksum.hexdigest()
 
     def sync_folder(self, path: pathlib.Path) -> None:
-        """Flush the entries of a folder to the disk: files created in it, or renamed into it."""
+        """Flushes the entries of a folder to the disk: files that were created in it or renamed into it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync(descriptor)
@@ -114,7 +118,7 @@ class Disk:
             os.close(descriptor)
 
     def replace_file(self, path: pathlib.Path, text: str) -> None:
-        """Replace the contents of a small file atomically: a reader finds all of the old or all of the new ones."""
+        """Replaces the contents of a small file atomically: readers see either the old or the new contents."""
         beside = path.with_name(f".{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             self.unlink(beside)
@@ -123,7 +127,7 @@ class Disk:
         self.sync_folder(path.parent)
 
     def remove(self, path: pathlib.Path) -> None:
-        """Remove a file, a link, or a folder with its contents; links in it are not followed."""
+        """Removes a file, a link, or a folder with its contents. It does not follow links in the folder."""
         if path.is_dir() and not path.is_symlink():
             for entry in path.iterdir():
                 self.remove(entry)
@@ -136,10 +140,10 @@ class Folder:
     """Writes, lists and removes the checkpoints of one folder.
 
     Args:
-        path: the folder; :meth:`elect_writer` makes it.
-        disk: writes it.
-        keep: how many steps are kept.
-        writer: names what this one has not finished, which other writers leave alone; empty: the run.
+        path: the folder; :meth:`elect_writer` creates it.
+        disk: the system calls.
+        keep: the number of newest steps to keep.
+        writer: a part of the names of unfinished files, so that other writers leave them alone. Empty for the run.
     """
 
     def __init__(self, path: pathlib.Path, disk: Disk, keep: int = 2, writer: str = "") -> None:
@@ -149,10 +153,12 @@ class Folder:
         self._prefix = f".{writer}." if writer else "."
 
     def elect_writer(self, comm: Communicator) -> int:
-        """The tower that writes into this tower's folder, which is made where it is missing. All towers call it.
+        """Returns the tower that writes into this tower's folder, and creates the folder if needed.
+
+        All towers must call it.
 
         Raises:
-            CheckpointError: on all towers, when the folder cannot be made or written on one of them.
+            CheckpointError: on all towers: one of them cannot create the folder or write to it.
         """
         token = secrets.token_hex(8)  # see [Note: which tower writes]
         probe = self._unfinished(_PROBE, token)
@@ -160,7 +166,7 @@ class Folder:
         try:
             if not self.path.is_dir():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):  # another tower was faster, or the next line fails
+                with contextlib.suppress(FileExistsError):  # another tower was faster, or the next call fails
                     self.disk.mkdir(self.path)
                     self.disk.sync_folder(self.path.parent)
             os.close(self.disk.create(probe))
@@ -179,19 +185,22 @@ class Folder:
                 self.disk.unlink(probe)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint here, unchecked, in ascending order; see [Note: the newest checkpoint]."""
+        """Returns the steps that have a checkpoint here, in ascending order, without checking the checkpoints.
+
+        See [Note: the newest checkpoint].
+        """
         with contextlib.suppress(OSError):
             steps = (step_of(entry.name) for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False))
             return sorted(step for step in steps if step is not None)
         return []
 
     def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
-        """Write a checkpoint, then remove the oldest steps that are not kept.
+        """Writes a checkpoint, then removes the oldest steps beyond ``keep``.
 
         Checkpoints of later steps are renamed to ``replaced-…``; see [Note: the newest checkpoint].
 
         Raises:
-            OSError, ValueError: something could not be written; earlier checkpoints are unchanged.
+            OSError, ValueError: a file could not be written. Earlier checkpoints are unchanged.
         """
 
         def write_files(temporary: pathlib.Path) -> None:
@@ -204,10 +213,10 @@ class Folder:
         self._put(name, write_files)
 
     def keep_as(self, name: str, source: pathlib.Path) -> None:
-        """Keep a checkpoint also under a name of its own, which pruning leaves alone; replaces the one of that name.
+        """Keeps a checkpoint under a second name, which is never pruned. It replaces the checkpoint of that name.
 
         Raises:
-            OSError: it could not be linked; the one of that name is unchanged.
+            OSError: the checkpoint could not be linked. The previous checkpoint of that name is unchanged.
         """
         self._put(name, lambda temporary: link_files(source, temporary))
 
@@ -236,13 +245,13 @@ class Folder:
             )
 
     def note(self, name: str) -> str | None:
-        """The text of a note; None: there is none."""
+        """Returns the text of a note, or None if there is none."""
         with contextlib.suppress(OSError):
             return (self.path / name).read_text(errors="replace")
         return None
 
     def leave_note(self, name: str, text: str | None) -> None:
-        """Leave a note in place of the one that is there; None removes it. An error of the disk is a warning."""
+        """Replaces a note; ``text=None`` removes it. A disk error is logged as a warning."""
         try:
             (self.path / name).unlink(missing_ok=True)
             if text is not None:
@@ -265,7 +274,7 @@ class Folder:
             raise
 
     def _tidy(self, name: str) -> None:
-        """Write ``latest``, and remove checkpoints that are no longer kept."""
+        """Writes ``latest``, and removes checkpoints beyond ``keep``."""
         if (before := self._unfinished(_REPLACING, name)).exists():
             self.disk.remove(before)
         if (step := step_of(name)) is None:
@@ -285,7 +294,7 @@ class Folder:
         log.warning("%s is of a later step than this run has reached: it was renamed to %s", place, aside.name)
 
     def _remove_whole(self, place: pathlib.Path) -> None:
-        """Remove a checkpoint, after a rename, so that none is ever seen half removed."""
+        """Renames a checkpoint, then removes it, so that no reader sees a partly removed checkpoint."""
         away = self._unfinished(_REMOVING, f"{place.name}-{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.disk.remove(away)
@@ -293,7 +302,10 @@ class Folder:
         self.disk.remove(away)
 
     def clean(self) -> None:
-        """Clear up after a process that was killed while it wrote: remove its files, put back what it was replacing."""
+        """Cleans up after a process that was killed while writing.
+
+        It removes the process's unfinished files, and restores checkpoints that the process was replacing.
+        """
         with contextlib.suppress(OSError):
             for entry in self.path.iterdir():
                 unfinished = entry.name.removeprefix(self._prefix) if entry.name.startswith(self._prefix) else ""
@@ -307,18 +319,19 @@ class Folder:
 
 
 def link_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Make ``target`` a folder with the files of a checkpoint: hard links, or copies where there are no links.
+    """Creates the folder ``target`` with the files of a checkpoint, as hard links if possible, otherwise as copies.
 
-    Where another checkpoint takes its name meanwhile, the files may be those of both, which their checksums show.
+    If another checkpoint takes the name ``source`` meanwhile, the files may be a mixture of both. Their checksums
+    detect it.
 
     Raises:
-        OSError: the checkpoint was removed, before or meanwhile; or ``target`` is there, or cannot be written.
+        OSError: the checkpoint was removed, before or during the call; or ``target`` exists or cannot be written.
     """
 
     def link(file: str, place: str) -> None:
         try:
             os.link(file, place, follow_symlinks=False)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or one that does not support links
             shutil.copyfile(file, place, follow_symlinks=False)
 
     shutil.copytree(source, target, symlinks=True, copy_function=link)

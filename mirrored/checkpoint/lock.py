@@ -1,9 +1,9 @@
 """The lock of a folder of checkpoints.
 
-[Note: the lock of a process] One process at a time writes into a folder, by as many managers as it likes. POSIX locks
-end with their process, however it ends. (Those of ``flock`` live on in data loaders' processes after their parent was
-killed.) POSIX locks also end when the process closes any descriptor of the file. So a process opens the lock file once,
-and all its holders share one :class:`FolderLock`.
+[Note: the lock of a process] Only one process at a time writes into a folder, with any number of managers. The kernel
+releases a POSIX lock when its process ends, for any reason. (A ``flock`` would be kept by data loader processes whose
+parent was killed.) A POSIX lock is also released when the process closes any descriptor of the file. So a process opens
+the lock file once, and all holders share one :class:`FolderLock`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towers.system.timeouts import Deadline, clock
 
 
 class FolderLock:
-    """The lock file of a folder, held by this process until it ends or nobody references this object."""
+    """The lock file of a folder. This process holds the lock until it ends, or until this object is collected."""
 
     def __init__(self, path: pathlib.Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
@@ -34,24 +34,25 @@ class FolderLock:
 _locks: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
 """The locks of this process, by process id (a forked child holds none), device and inode."""
 
-# Of two threads that both find no lock, each would take one, and the first to let go of its own would end the other's.
+# Without it, two threads that find no lock would both take one, and the first that releases its lock would release the
+# other's.
 _taking = threading.Lock()
 
 
 def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bool]:
-    """This process's lock on a file, which is made where it is missing; and whether the lock is new.
+    """Returns this process's lock on a file, and whether the lock is new. The file is created if it does not exist.
 
     Args:
-        patience: seconds to wait for another process that holds it.
+        patience: seconds to wait for another process that holds the lock.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process holds the lock.
         OSError: the file cannot be opened.
     """
     deadline = Deadline(patience)
     while True:
         try:
-            with _taking:  # see [Note: the lock of a process]; another thread may have taken it
+            with _taking:  # see [Note: the lock of a process]; another thread may have taken the lock
                 if path.exists() and (lock := _locks.get(_key(path))) is not None:
                     return lock, False
                 lock = _locks[_key(path)] = FolderLock(path)

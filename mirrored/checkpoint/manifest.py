@@ -1,10 +1,10 @@
-"""One stored checkpoint: its name, its manifest, and the checked way to open it.
+"""One stored checkpoint: its name, its manifest, and a reader that checks it.
 
-[Note: checksums find damage] The manifest (JSON) holds the SHA-256 of its own contents and of the file of tensors; the
-latter is computed in a thread beside the writing, and ``sha256sum`` checks it by hand. The former is over the contents,
-not over the text, which takes too long to compare for the largest manifests: a space that has become a tab changes
-nothing. Checksums find damage; they are no signature. Anybody who can write into the folder can forge a checkpoint with
-fitting checksums, so everything in it is also treated as untrusted.
+[Note: checksums find damage] The manifest (JSON) contains the SHA-256 of its own contents and of the file of tensors. A
+thread computes the file's checksum in parallel with writing, and ``sha256sum`` can check it. The manifest's checksum
+covers its parsed contents, not its bytes, whose comparison takes too long for the largest manifests. So a space that
+has become a tab is not detected. Checksums detect damage, but they are not a signature. Anyone who can write into the
+folder can forge a checkpoint with matching checksums, so everything in it is also treated as untrusted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LATEST = "latest"
 FORMAT = "mirrored checkpoint"
 VERSION = 1
 LARGEST = 2**26
-"""The most bytes of a manifest that is written or read."""
+"""The maximum size in bytes of a manifest that is written or read."""
 MOST = 2**22
-"""The most values in a manifest, as commas and brackets count them. Each takes some 100 bytes of memory."""
+"""The maximum number of values in a manifest, counted by commas and brackets. Each needs about 100 bytes of memory."""
 
 Manifest = dict[str, Any]
 
@@ -63,17 +63,17 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "tensors": lambda value: isinstance(value, dict) and _are_dicts(value.values()),
     "files": lambda value: isinstance(value, dict) and value.keys() == {TENSORS} and _is_file(value[TENSORS]),
 }
-"""Whether the value of a field is one that it may have."""
+"""Functions that return whether the value of a field is valid, by field."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def check_name(name: str) -> str:
-    """``name``, if it is one that cannot lead out of a folder.
+    """Returns ``name`` if it cannot lead out of a folder.
 
     Raises:
-        ValueError: it is no such name.
+        ValueError: ``name`` is not a valid name.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == LATEST:
         raise ValueError(
@@ -84,31 +84,31 @@ def check_name(name: str) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name looks like that of a step's checkpoint."""
+    """Returns whether a name has the form of a step's checkpoint."""
     return _STEP.fullmatch(name) is not None
 
 
 def step_of(name: str) -> int | None:
-    """The step that a checkpoint's name stands for; None for names of another kind."""
+    """Returns the step in a checkpoint's name, or None for other names."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == name_of(int(match[1])) else None
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint of a step."""
+    """Returns the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def own_name(name: str, tower: int) -> str:
-    """The name under which a tower's own value is saved, where it differs from tower 0's."""
+    """Returns the name under which a tower's own value is saved, if the value differs from tower 0's."""
     return f"{name}@{tower}"
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The text of a manifest, with its own SHA-256 as last field.
+    """Returns the encoded manifest, with its own SHA-256 as the last field.
 
     Raises:
-        ValueError: it is larger than what is read, or holds what JSON cannot.
+        ValueError: the manifest is larger than :func:`load` accepts, or contains a value that JSON does not support.
     """
     text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1, allow_nan=False).encode() + b"\n"
     _check_size(text)
@@ -116,10 +116,10 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def _check_size(text: bytes) -> None:
-    """Refuse a manifest that takes long, or much memory, to read.
+    """Rejects a manifest that would need a long time or much memory to read.
 
     Raises:
-        Malformed: it is too long, or holds too many values.
+        Malformed: the manifest is too long, or contains too many values.
     """
     if len(text) > LARGEST:
         raise Malformed(f"the manifest is longer than {LARGEST} bytes; keep large lists as arrays or tensors")
@@ -128,10 +128,10 @@ def _check_size(text: bytes) -> None:
 
 
 def load(text: bytes) -> Manifest:
-    """Read a manifest.
+    """Reads a manifest.
 
     Raises:
-        Malformed: it is not a manifest, or damaged.
+        Malformed: ``text`` is not a manifest, or is damaged.
     """
     _check_size(text)
     try:
@@ -165,28 +165,28 @@ def _checksum(manifest: Manifest) -> str:
 
 
 def _short(value: Any) -> str:
-    text = reprlib.repr(value)  # bounded, however deep or large the value is
+    text = reprlib.repr(value)  # of limited length, for a value of any depth or size
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
 class StoredCheckpoint:
-    """A checkpoint on the disk, open for reading; close it.
+    """A checkpoint on the disk, open for reading. The caller must close it.
 
     Attributes:
         path: its folder.
-        manifest: its manifest, checked (:func:`load`).
+        manifest: its manifest, checked by :func:`load`.
         tensors: its file of tensors.
     """
 
     def __init__(self, path: pathlib.Path, *, check: bool = True, in_memory: bool = False) -> None:
-        """Open the checkpoint at ``path``.
+        """Opens the checkpoint at ``path``.
 
         Args:
-            check: read all of it, and compare checksums.
-            in_memory: it is a snapshot, whose file of tensors is a link (:mod:`mirrored.checkpoint.memory`).
+            check: whether to read the whole file of tensors and compare its checksum.
+            in_memory: whether it is a snapshot, whose file of tensors is a link (:mod:`mirrored.checkpoint.memory`).
 
         Raises:
-            CheckpointError: it does not exist, or is damaged; the text names the file.
+            CheckpointError: the checkpoint does not exist or is damaged. The message names the file.
         """
         self.path = path
         try:
@@ -233,10 +233,10 @@ class StoredCheckpoint:
             raise CheckpointError(f"{path} has another checksum than when it was written: it is damaged")
 
     def state(self, name: str, tower: int = 0, *, data: bool = True) -> Any:
-        """The state of an object as a tower had it; without ``data``, its tensors are "meta" tensors.
+        """Returns the state of an object on a tower. With ``data=False``, its tensors are "meta" tensors.
 
         Raises:
-            CheckpointError: there is no such object, or it is malformed.
+            CheckpointError: the checkpoint does not contain the object, or its state is malformed.
         """
         objects, names = self.manifest["objects"], set(self.tensors.names)
         read = self.tensors.read if data else functools.cache(self.tensors.describe)
@@ -254,7 +254,7 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
 
     def of_each_tower(self) -> set[str]:
-        """The names of tensors and objects that were not the same on all towers."""
+        """Returns the names of tensors and objects that differed between towers."""
         names = {name.rpartition("@")[0] for name in self.tensors.names if "@" in name}
         return names.union(*self.manifest["own"])
 
@@ -263,7 +263,7 @@ class StoredCheckpoint:
 
 
 def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow: bool = False) -> int:
-    """Open an ordinary file (with ``O_DIRECTORY``: a folder); a link to one only if told to ``follow`` it."""
+    """Opens an ordinary file, or a folder with ``O_DIRECTORY``. A link is opened only with ``follow=True``."""
     try:
         name = path if folder is None else path.name
         flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)

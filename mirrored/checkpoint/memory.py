@@ -1,13 +1,13 @@
-"""Snapshots in the memory of agents, from which towers that start again go on, however old the disk's checkpoint is.
+"""Snapshots in the memory of agents. Restarted towers resume from them, even if the checkpoint on the disk is older.
 
 [Note: snapshots in memory] The agent of a host opens a few files that have no name in any file system (``memfd``), and
-offers links to them in its private folder. A snapshot is a checkpoint in that folder, except that its tensors lie in
-one of these files. So it outlives the towers, and its memory is free when the agent has ended, however that ends.
-Format, checksums and the towers that write are a checkpoint's. The newest is kept; the one before it is removed after
-it is there.
+creates links to them in its private folder. A snapshot is a checkpoint in that folder, except that its tensors are
+stored in one of these files. So it outlives the towers, and its memory is freed when the agent ends for any reason. The
+format, the checksums and the choice of the towers that write are those of checkpoints. The newest snapshot is kept. The
+previous one is removed after the newest is complete.
 
-The towers of an agent that has lost its own, or has an older one, get the newest from the first tower that has it, by
-broadcasts.
+If an agent has lost its snapshot or has an older one, its towers receive the newest by broadcast, from the first tower
+that has it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from towers.topology import JOB_TOKEN, MEMORY
 
 log = get_logger("mirrored")
 
-_PIECE = 2**23  # bytes of a broadcast
+_PIECE = 2**23  # bytes per broadcast
 
 
 class Snapshots:
-    """The newest snapshot of the tracked objects in the agents' memory. All towers make the same calls.
+    """The newest snapshot of the tracked objects in the agents' memory. All towers must make the same calls.
 
     Args:
-        folder: in the memory of this tower's agent.
-        job: tells jobs apart.
-        every: a snapshot is taken at multiples of so many steps.
+        folder: a folder in the memory of this tower's agent.
+        job: identifies the job.
+        every: the number of steps between snapshots.
 
     Raises:
-        CheckpointError: on all towers: an agent's folder cannot be written to.
+        CheckpointError: on all towers: an agent's folder is not writable.
     """
 
     def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], job: str, every: int) -> None:
@@ -56,10 +56,10 @@ class Snapshots:
         self._saver = Saver(strategy, folder, tracked, {"job": job})
 
     def save(self, step: int, *, wait: bool) -> None:
-        """Take a snapshot after a step, if it is due. If one cannot be kept, that is a warning.
+        """Takes a snapshot after a step, if one is due. A snapshot that cannot be kept is a warning.
 
         Args:
-            wait: return when it is written, not when the state is copied.
+            wait: whether to return only when the snapshot is written, instead of when the state is copied.
 
         Raises:
             TypeError, ValueError, MirrorError, DisagreementError: see ``CheckpointManager.save``.
@@ -70,7 +70,7 @@ class Snapshots:
             self._saver.save(name_of(step), step, wait=wait)
 
     def newest(self) -> pathlib.Path | None:
-        """The newest intact snapshot of this job, after all agents without it have got it; None where there is none."""
+        """Returns the newest intact snapshot of this job, after copying it to all agents, or None if there is none."""
         with self._warning():
             self._saver.wait()
         intact, problems = [], []
@@ -95,26 +95,26 @@ class Snapshots:
         return self._folder.path / name_of(newest)
 
     def _fetch(self, step: int, source: int, lacks: bool) -> bool:
-        """Take a snapshot over from tower ``source``, where this tower ``lacks`` it; whether all have it then."""
+        """Copies a snapshot from tower ``source`` if this tower ``lacks`` it. Returns whether all towers have it."""
         path, is_source = self._folder.path / name_of(step), self._comm.index == source
         manifest, problems = (path / NAME).read_bytes() if is_source else b"", []
         sent = load(announce_with_body(self._comm, "sends a snapshot", body=manifest)[source].body)
         pieces = self._broadcast(path / TENSORS if is_source else None, sent["files"][TENSORS]["bytes"], source)
         try:
             if lacks:
-                if path.exists():  # a damaged one
+                if path.exists():  # it is damaged
                     self._folder.disk.remove(path)
                 self._folder.write(path.name, sent, pieces)
                 if load((path / NAME).read_bytes())["files"] != sent["files"]:
                     raise Malformed("it has another checksum than the one that was sent")
         except (OSError, ValueError, MemoryError) as error:
             problems.append(f"{path} cannot be taken from tower {source}: {error}")
-        for _ in pieces:  # those that this tower does not need are collectives, too
+        for _ in pieces:  # also the pieces that this tower does not need are collectives
             pass
         return not self._report(problems)
 
     def _broadcast(self, path: pathlib.Path | None, size: int, source: int) -> Iterator[memoryview]:
-        """The contents of tower ``source``'s file, ``size`` bytes long, in pieces; each is a collective."""
+        """Yields the contents of tower ``source``'s file (``size`` bytes) in pieces. Each piece is a collective."""
         file = None if path is None else torch.from_file(str(path), size=size, dtype=torch.uint8, device="cpu")
         for start in range(0, size, _PIECE):
             length = min(_PIECE, size - start)
@@ -124,7 +124,7 @@ class Snapshots:
             yield sent.cpu().numpy().data
 
     def _report(self, problems: Sequence[str]) -> bool:
-        """Warn of the problems of all towers' snapshots; whether there are any."""
+        """Logs a warning for each problem of any tower's snapshots. Returns whether there are problems."""
         towers = announce(self._comm, "checks snapshots", problems)
         for tower, texts in enumerate(towers):
             for text in texts:
@@ -146,9 +146,10 @@ class Snapshots:
 def keep_snapshots(
     strategy: Strategy, folder: pathlib.Path, tracked: Sequence[Tracked], every: int
 ) -> Snapshots | None:
-    """Snapshots in memory, beside the checkpoints in ``folder``; None and a warning where an agent does not keep them.
+    """Creates snapshots in memory, in addition to the checkpoints in ``folder``.
 
-    The command, the job's token and the folder on the disk tell jobs apart.
+    If an agent does not keep snapshots, a warning is logged and the result is None. The command, the job's token and
+    the folder on the disk identify the job.
     """
     comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
     local = [bool(offered), digest_of([os.environ.get(JOB_TOKEN), sys.argv, place])]
@@ -170,7 +171,7 @@ def keep_snapshots(
 
 
 class _Memory(Disk):
-    """Writes tensors into the agent's files, see [Note: snapshots in memory]; a file without a snapshot is empty."""
+    """Writes tensors into the agent's files, see [Note: snapshots in memory]. An empty file has no snapshot."""
 
     def __init__(self, offered: pathlib.Path) -> None:
         self._offered = offered
@@ -181,7 +182,7 @@ class _Memory(Disk):
         for link in sorted(self._offered.glob("file*")):
             descriptor = os.open(link, os.O_WRONLY | os.O_CLOEXEC)
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while it is open
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
                 if os.fstat(descriptor).st_size == 0:
                     os.symlink(link, path)
                     return descriptor
@@ -189,7 +190,7 @@ class _Memory(Disk):
         raise OSError(errno.ENOSPC, "all files of the agent are taken, by other managers of this script")
 
     def fsync(self, descriptor: int) -> None:
-        """It would be no safer."""
+        """Does nothing, because flushing memory would not make it safer."""
 
     def unlink(self, path: pathlib.Path) -> None:
         if path.is_symlink():
@@ -198,7 +199,7 @@ class _Memory(Disk):
 
 
 class _MemoryFolder(Folder):
-    """Keeps nothing that a run has gone back behind."""
+    """Removes snapshots of later steps than the run's, instead of renaming them."""
 
     def _rename_replaced(self, place: pathlib.Path) -> None:
         self._remove_whole(place)

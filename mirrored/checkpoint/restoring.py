@@ -1,10 +1,10 @@
-"""Restoring: a checkpoint is checked on all towers before anything changes on one, and rolled back if it still fails.
+"""Checks a checkpoint on all towers before any tower changes, restores it, and undoes the changes if it still fails.
 
-[Note: which checkpoint is restored] Where hosts have disks of their own, the newest step that all towers have is used,
-unless a snapshot in memory is as new (:mod:`mirrored.checkpoint.memory`).
-A damaged checkpoint is skipped, with a warning, for the one before it. Where there are checkpoints and none can be
-used, that is an error and not a new start. On another number of towers, all take tower 0's state where towers differed;
-the log says of which objects.
+[Note: which checkpoint is restored] If hosts have their own disks, the newest step that all towers have is restored,
+unless a snapshot in memory is as new (:mod:`mirrored.checkpoint.memory`). A damaged checkpoint is skipped with a
+warning, and the previous one is used. If there are checkpoints but none can be used, an error is raised, instead of
+starting from the beginning. On another number of towers, all towers load tower 0's state of objects that differed
+between towers. The log names these objects.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Restored:
     Attributes:
         name: the checkpoint's name.
         step: the step after which it was saved.
-        towers: how many there were.
-        left: names of objects in the checkpoint that were not asked for.
-        of_first_tower: names of objects that were saved for each tower, and of which every tower has taken tower 0's,
-            because there were another number of towers.
-        in_memory: whether it is a snapshot, which the disk may not have.
+        towers: the number of towers that saved it.
+        left: names of objects in the checkpoint that this run does not restore.
+        of_first_tower: names of objects that differed between towers, and that every tower has loaded from tower 0,
+            because the number of towers has changed.
+        in_memory: whether it is a snapshot, which may not be on the disk.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Restored:
 
 
 class Restorer:
-    """Restores the tracked objects of all towers from a folder. All towers make the same calls.
+    """Restores the tracked objects of all towers from a folder. All towers must make the same calls.
 
     Args:
-        verifies: whether this tower reads whole checkpoints to compare their checksums; one for each folder does.
+        verifies: whether this tower reads whole checkpoints to compare checksums. One tower per folder does so.
     """
 
     def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], verifies: bool) -> None:
@@ -63,10 +63,10 @@ class Restorer:
         self._verifies = verifies
 
     def restore_newest(self, snapshot: pathlib.Path | None = None) -> Restored | None:
-        """Restore the newest checkpoint that is intact on all towers; None where there are none at all.
+        """Restores the newest checkpoint that is intact on all towers, and returns it, or None if no tower has any.
 
         Args:
-            snapshot: one in memory, known to be intact on all towers.
+            snapshot: a snapshot in memory that is known to be intact on all towers.
 
         Raises:
             CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
@@ -102,18 +102,21 @@ class Restorer:
         )
 
     def restore(self, name: str) -> Restored:
-        """Restore a checkpoint of this folder by its name.
+        """Restores a checkpoint of this folder by its name.
 
         Raises:
-            CheckpointError: on all towers: it is damaged, or does not fit; nothing was changed then.
+            CheckpointError: on all towers: it is damaged, or does not fit. No object has changed.
         """
         return self._restore(self.open(self._folder.path / name))
 
     def open(self, path: pathlib.Path, *, in_memory: bool = False) -> StoredCheckpoint:
-        """A checkpoint that is intact at this path on all towers (one in memory is known to be); close it.
+        """Opens the checkpoint at this path if it is intact on all towers. The caller must close it.
+
+        Args:
+            in_memory: whether it is a snapshot, which is known to be intact.
 
         Raises:
-            CheckpointError: on all towers: it is not.
+            CheckpointError: on all towers: it is not intact on one of them.
         """
         problem = ""
         with contextlib.ExitStack() as stack:
@@ -127,7 +130,7 @@ class Restorer:
         return stored
 
     def _restore(self, stored: StoredCheckpoint, *, in_memory: bool = False) -> Restored:
-        """Restore a checkpoint that is known to be intact, and close it."""
+        """Restores a checkpoint that is known to be intact, and closes it."""
         restored = dataclasses.replace(self.load(stored), in_memory=in_memory)
         if self._comm.index == 0:
             source, remark = "snapshot " if in_memory else "", _remark(restored, self._comm.size)
@@ -135,10 +138,10 @@ class Restorer:
         return restored
 
     def load(self, stored: StoredCheckpoint) -> Restored:
-        """Load a checkpoint that is known to be intact, and close it.
+        """Loads a checkpoint that is known to be intact, and closes it.
 
         Raises:
-            CheckpointError: on all towers: it does not fit; nothing was changed then.
+            CheckpointError: on all towers: it does not fit. No object has changed.
         """
         with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {stored.path.name}"):
             self._strategy.engine.mirror_pending()
@@ -169,10 +172,10 @@ def _remark(restored: Restored, towers: int) -> str:
 
 
 def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredCheckpoint) -> Restored:
-    """Load the state of all tracked objects; all towers call it.
+    """Loads the state of all tracked objects. All towers must call it.
 
     Raises:
-        CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
+        CheckpointError: on all towers: the state of an object does not fit on one of them. No object has changed.
     """
     manifest = stored.manifest
     same_towers = manifest["towers"] == comm.size
@@ -189,7 +192,7 @@ def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredChec
         for name, roll_back in rollbacks:
             try:
                 roll_back()
-            except Exception as error:  # an object that refused its new state may refuse its old one
+            except Exception as error:  # an object that rejected its new state may also reject its old one
                 log.warning("%s could not be given the state that it had: %s: %s", name, type(error).__name__, error)
         raise
     return Restored(
@@ -202,32 +205,35 @@ def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredChec
 
 
 def _order(item: Tracked) -> int:
-    """The user's own objects are loaded first, and the strategy's last, since loading may draw random numbers."""
+    """Returns the position in the order of loading: custom objects, models and optimizers, then the strategy.
+
+    The strategy is last because loading may draw random numbers.
+    """
     return 2 if item.name.startswith("mirrored.") else int(isinstance(item, (TrackedModule, TrackedOptimizer)))
 
 
 def _load(
     stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked], rollbacks: list[tuple[str, Rollback]]
 ) -> str:
-    """Load all objects; returns the text of the first error, or "". All rollbacks are made before anything changes."""
+    """Loads all objects. Returns the message of the first error, or "". It prepares all rollbacks before any change."""
     try:
         for item in tracked:
             rollbacks.append((item.name, item.rollback()))
         for item in tracked:
             item.load(stored.state(item.name, tower))
-    except Exception as error:  # methods of the user's objects may raise anything
+    except Exception as error:  # methods of custom objects may raise any exception
         return f"{item.name} cannot load its state: {type(error).__name__}: {error}"
     return ""
 
 
 def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) -> Iterator[str]:
-    """What does not fit, as far as known before loading."""
+    """Yields the objects that do not fit, as far as this is known before loading."""
     for item in tracked:
         try:
             problem = item.problem(stored.state(item.name, tower, data=False))
         except CheckpointError as error:
             problem = str(error)
-        except Exception as error:  # comparing with an untrusted state may raise anything
+        except Exception as error:  # a comparison with an untrusted state may raise any exception
             problem = f"it cannot be compared: {type(error).__name__}: {error}"
         if problem:
             yield f"{item.name}: {problem}"

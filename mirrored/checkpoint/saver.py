@@ -1,10 +1,10 @@
-"""Saving: those that write gather the state of all towers, a thread writes it, and all learn the result later.
+"""Saving: the towers that write gather the state of all towers, and a thread writes it. All towers learn the result.
 
-[Note: what differs between towers] Mirrored parameters and the state of their optimizers are the same on all towers,
-and are written once. Everything else (buffers, random numbers, a script's own dicts) may differ, whatever its kind:
-towers compare it by checksums, and what differs is saved for each tower. So each tower's own statistics of BatchNorm
-survive; without them a resumed run would end in other bits. The base is tower 0's; tower 2's "model/bn.running_mean"
-is saved as "model/bn.running_mean@2".
+[Note: what differs between towers] Mirrored parameters and the state of their optimizers are equal on all towers and
+are written once. All other state (buffers, random numbers, a script's own dicts) may differ. Towers compare its
+checksums, and save the differing values of each tower. So each tower's own BatchNorm statistics are restored; without
+them, a resumed run would end with other bits. Tower 0's values are saved under their own names. Tower 2's
+"model/bn.running_mean" is saved as "model/bn.running_mean@2".
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from towers.collectives.communicator import as_bytes
 from towers.system.timeouts import clock
 
 _LOCK = ".lock"
-_LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
-_NICE = 15  # the writing thread takes the CPU time that training leaves
+_LOCK_SECONDS = 5.0  # an earlier run that was killed may not have ended yet
+_NICE = 15  # the writing thread uses the CPU time that training does not need
 
 
 class Saver:
-    """Saves the tracked objects of all towers in a folder. All towers make the same calls.
+    """Saves the tracked objects of all towers in a folder. All towers must make the same calls.
 
     Args:
-        folder: one process at a time writes there.
-        labels: more fields of the manifests.
+        folder: only one process at a time may write there.
+        labels: additional fields of the manifests.
 
     Raises:
-        CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
+        CheckpointError: on all towers: the folder is not writable, or another run writes there.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Saver:
             try:
                 lock, is_new = take_lock(path, _LOCK_SECONDS)
                 self._writer = Writer(folder, lock, strategy.health.saving)
-                if is_new:  # else another manager of this process may be writing what looks left over
+                if is_new:  # otherwise, these may be unfinished files of another manager in this process
                     folder.clean()
             except BlockingIOError:
                 problem = f"another process writes checkpoints into {folder.path}; use a separate folder for every run"
@@ -84,18 +84,19 @@ class Saver:
 
     @property
     def written_seconds(self) -> float:
-        """How long this tower wrote the newest checkpoint; 0 where another tower writes."""
+        """The seconds that this tower needed to write the newest checkpoint; 0 if another tower writes."""
         return self._writer.seconds if self._writer is not None else 0.0
 
     def save(self, name: str, step: int, *, wait: bool) -> None:
-        """Save all tracked objects under ``name``; first waits for a checkpoint that is still being written.
+        """Waits for a checkpoint that is still being written, then saves all tracked objects under ``name``.
 
         Raises:
             CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: see ``CheckpointManager.save``.
         """
         self.wait()
         objects, own, tensors = self._capture(step)
-        # Each writer writes its own mirrored state. Without mirror checks the towers are trusted to hold the same.
+        # Each writer writes its own copy of the mirrored state. Without mirror checks, all copies are assumed to be
+        # equal.
         self._strategy.engine.check_before("saves a checkpoint of the state that all towers share")
         if self._writer is not None:
             self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
@@ -104,10 +105,10 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Returns when no checkpoint is being written.
 
         Raises:
-            CheckpointError: on all towers: the checkpoint that was being written could not be.
+            CheckpointError: on all towers: writing the checkpoint failed.
         """
         name, self._in_flight = self._in_flight, ""
         if not name:
@@ -119,16 +120,18 @@ class Saver:
         raise_first(self._comm, f"waits for checkpoint {name}", problem)
 
     def _capture(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Tensor]]:
-        """Gather the state of all towers on those that write; all call it. See [Note: what differs between towers].
+        """Gathers the state of all towers on the towers that write. All towers must call it.
+
+        See [Note: what differs between towers].
 
         Returns:
-            On towers that write: the encoded state of the objects by name, as tower 0 has it; for every tower, those
-            objects that differ from tower 0's; and the tensors by name, views of the live ones.
+            On towers that write: tower 0's encoded objects by name; for every tower, its objects that differ from tower
+                0's; and the tensors by name, as views of the live ones.
 
         Raises:
-            TypeError: on all towers, when something on one of them cannot be saved.
-            ValueError: on all towers, when asking for a state failed on one of them, or their steps differ.
-            DisagreementError: on all towers, when some call something else.
+            TypeError: on all towers: a value on one of them cannot be saved.
+            ValueError: on all towers: reading a state failed on one of them, or the towers are at different steps.
+            DisagreementError: on all towers: some make another call.
         """
         comm, encoder = self._comm, Encoder()
         objects: dict[str, Any] = {}
@@ -146,7 +149,7 @@ class Saver:
                     for name in encoder.tensors.keys() - before:
                         if not item.is_equal_everywhere(encoder.tensors[name]):
                             checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
-        except Exception as error:  # a state_dict of the user's may raise anything; all towers have to know
+        except Exception as error:  # a custom state_dict may raise any exception, and all towers must learn of it
             failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
         towers = announce(comm, "saves a checkpoint", checksums, error=failed)
         first = towers[0]
@@ -161,7 +164,7 @@ class Saver:
     def _gather_differences(
         self, objects: dict[str, Any], tensors: dict[str, Tensor], checksums: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Add what differs between towers to ``objects`` and ``tensors``; returns every tower's own objects."""
+        """Adds the values that differ between towers to ``objects`` and ``tensors``. Returns every tower's objects."""
         comm, own = self._comm, [dict[str, Any]() for _ in checksums]
         writers = [tower for tower, other in enumerate(checksums) if other["writes"]]
         other_objects = _differing([other["objects"] for other in checksums], writers)
@@ -202,12 +205,12 @@ class Writer:
     """Writes checkpoints into a folder, one at a time.
 
     Args:
-        folder: is written to.
+        folder: the folder.
         lock: the folder's lock, held until this object is collected or the process ends.
-        saving: makes a context that is entered while a checkpoint is written.
+        saving: creates a context that is entered while a checkpoint is written.
 
     Attributes:
-        seconds: how long it took to write the newest, after the copy.
+        seconds: the time to write the newest checkpoint, without the copy.
     """
 
     def __init__(self, folder: Folder, lock: FolderLock, saving: Callable[[], AbstractContextManager[None]]) -> None:
@@ -220,10 +223,11 @@ class Writer:
         self.seconds = 0.0
 
     def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, asynchronous: bool) -> None:
-        """Write a checkpoint, after :meth:`finish` for the one before; errors are reported by :meth:`finish`.
+        """Starts to write a checkpoint. :meth:`finish` must be called before the next one, and reports errors.
 
         Args:
-            asynchronous: return when the tensors are copied, and write in a thread; else when all is written.
+            asynchronous: whether to return when the tensors are copied, and write in a thread; otherwise, it returns
+                when all is written.
         """
         try:
             layout = FileLayout(tensors)
@@ -235,15 +239,15 @@ class Writer:
                 self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             layout.copy_to(self._memory)
             arguments = (name, complete, layout.pieces(self._memory))
-            # Not a daemon: a program that ends meanwhile still completes its last checkpoint.
+            # Not a daemon thread: a program that ends meanwhile still completes its last checkpoint.
             thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
             thread.start()
             self._thread = thread
-        except (ValueError, RuntimeError, MemoryError) as error:  # no memory for the copy, no thread
+        except (ValueError, RuntimeError, MemoryError) as error:  # not enough memory for the copy, or no thread
             self._error = error
 
     def _write_in_thread(self, *arguments: Any) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread alone
+        with contextlib.suppress(OSError, AttributeError):  # on Linux, this is the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._write(*arguments)
 
@@ -257,7 +261,7 @@ class Writer:
         self.seconds = clock.monotonic() - started
 
     def finish(self) -> str:
-        """Wait until nothing is being written; returns the error since the last call, empty without one."""
+        """Waits until no checkpoint is being written. Returns the error since the last call, or ""."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -268,9 +272,10 @@ class Writer:
 
 
 def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> list[set[str]]:
-    """Which names each tower sends.
+    """Returns the names of the values that each tower sends.
 
-    Tower 1 and up: what differs from tower 0's. Tower 0: all that differs anywhere, or that a writer lacks.
+    Other towers send the values that differ from tower 0's. Tower 0 sends all values that differ on any tower, or that
+    a tower that writes does not have.
     """
     differing = [{name for name, checksum in other.items() if checksum != towers[0].get(name)} for other in towers]
     lacking = [towers[0].keys() - towers[writer].keys() for writer in writers]

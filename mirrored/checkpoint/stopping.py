@@ -1,7 +1,7 @@
-"""Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all of them, at the same step.
+"""Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all towers at the same step.
 
-All towers learn of it by :class:`towers.collectives.agreement.StepRequests`. The second signal is left to the system,
-which also ends a process that does not come back to Python.
+All towers learn of the signal through :class:`towers.collectives.agreement.StepRequests`. A second signal has its
+default effect, which also ends a process that does not return to Python code.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from towers.launching.console import leave_terminal
 
 
 class StopSignals:
-    """Context that records the first signal; the second ends the process as by default, and so does the grace period.
+    """A context that records the first signal. A second signal, or the end of the grace period, ends the process.
 
-    Signals that the parent process had ignored stay ignored. Outside of the main thread nothing is handled.
+    Signals that the parent process ignored stay ignored. Outside the main thread, no signal is handled.
 
     Args:
-        signals: those to handle.
-        grace: seconds from the first signal to the end of the process, if nothing else ends it before.
+        signals: the signals to handle.
+        grace: seconds from the first signal to the end of the process, if it has not ended before.
 
     Attributes:
         is_entered: whether the context is entered.
-        received: the first signal; None before it.
+        received: the first signal, or None.
     """
 
     def __init__(self, signals: Sequence[signal.Signals], grace: float) -> None:
@@ -61,7 +61,7 @@ class StopSignals:
         self.received = signal.Signals(number)
         if self.received == signal.SIGHUP:
             leave_terminal()
-        for handled in self._before:  # the system's default: it also ends code that does not return to Python
+        for handled in self._before:  # the default action also ends code that does not return to Python
             signal.signal(handled, signal.SIG_DFL)
         self._timer = threading.Timer(self._grace, self._end)
         self._timer.daemon = True

@@ -1,4 +1,4 @@
-"""``mirrored checkpoint inspect``: a checkpoint as a table."""
+"""``mirrored checkpoint inspect``: prints a checkpoint as a table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint
 from towers.system.text import printable
 
 _MOST_ROWS = 100_000
-_LONGEST = 200  # characters of a path
+_LONGEST = 200  # characters per path
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """The contents of a checkpoint, or of the newest in a folder; reads all of it and compares its checksums.
+    """Returns a table of a checkpoint, or of the newest in a folder. It reads the whole file and compares its checksum.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     with contextlib.closing(StoredCheckpoint(_find(pathlib.Path(path)))) as stored:
         return "\n".join(_lines(stored))
@@ -59,7 +59,7 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
 
 
 def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str, str]]:
-    """Path, type, shape or value, and bytes of every entry of named objects, depth first."""
+    """Yields the path, type, shape or value, and bytes of every entry of named objects, depth first."""
     stack = [("", iter(objects))]
     while stack:
         above, entries = stack[-1]
@@ -82,6 +82,6 @@ def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str
 
 
 def _brief(value: Any) -> str:
-    """A value in at most 60 characters, all printable."""
+    """Returns a value in at most 60 printable characters."""
     text = repr(value[:61] if isinstance(value, (str, bytes, list, tuple)) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,8 @@
-"""Tensors in a file: the safetensors format, written in pieces and read as untrusted.
+"""Files of tensors in the safetensors format, written in pieces and read as untrusted data.
 
-The format (https://github.com/huggingface/safetensors): the header's length in 8 bytes, the header as JSON, then the
-tensors one after another. dtypes that it does not know are stored as bytes; the manifest says what they are.
+A file (https://github.com/huggingface/safetensors) consists of the header's length in 8 bytes, the header as JSON, and
+the tensors one after another. Tensors of dtypes that the format does not support are stored as bytes. The manifest
+contains their dtypes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FORMAT = {
 
 _DTYPES = {name: dtype for dtype, name in _FORMAT.items()}
 
-_LONGEST_HEADER = 10**8  # bytes that safetensors reads
+_LONGEST_HEADER = 10**8  # bytes that safetensors can read
 _PIECE = 2**23  # bytes that are written and hashed at a time
 
 
@@ -44,7 +45,7 @@ class FileLayout:
         tensors: by name; of any dtype and strides.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: the names of the tensors exceed the largest header.
 
     Attributes:
         header: the bytes before the first tensor.
@@ -53,7 +54,7 @@ class FileLayout:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # Large elements first, so that all are aligned.
+        # Large elements are first, so that all are aligned.
         self._tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
         self.unusual: dict[str, dict[str, Any]] = {}
         entries: dict[str, Any] = {}
@@ -75,14 +76,14 @@ class FileLayout:
         self.nbytes = end
 
     def pieces(self, memory: Tensor | None = None) -> Iterator[memoryview]:
-        """The file's contents as the tensors are now, or as they were when they were copied to ``memory``."""
+        """Yields the file's contents with the tensors' current values, or with the copy of them in ``memory``."""
         yield memoryview(self.header)
         for data in map(as_bytes, self._tensors.values()) if memory is None else [memory[: self.nbytes]]:
             for piece in data.cpu().split(_PIECE):
                 yield memoryview(piece.numpy())
 
     def copy_to(self, memory: Tensor) -> None:
-        """Copy all tensors into ``memory``, flat bytes on the CPU, :attr:`nbytes` long."""
+        """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long."""
         end = 0
         for tensor in self._tensors.values():
             target = memory[end : end + tensor.nbytes]
@@ -94,14 +95,14 @@ class FileLayout:
 
 
 class TensorFile:
-    """The tensors of a file that is open already, read one by one on demand.
+    """The tensors of an open file, which are read one by one on demand.
 
     Args:
-        path: leads to the open file.
-        unusual: what the file's header cannot express (see :class:`FileLayout`).
+        path: a path of the open file.
+        unusual: properties that the file's header cannot express (see :class:`FileLayout`).
 
     Raises:
-        Malformed: it is no file of tensors.
+        Malformed: the file is not a file of tensors.
     """
 
     def __init__(self, path: str, unusual: Mapping[str, Any]) -> None:
@@ -113,19 +114,19 @@ class TensorFile:
             raise Malformed(f"it is not a safetensors file: {error}") from None
 
     def read(self, name: str) -> Tensor:
-        """A tensor on the CPU, with memory of its own.
+        """Returns a tensor on the CPU, in its own memory.
 
         Raises:
-            Malformed: there is none, or it is not as the manifest describes it.
+            Malformed: the tensor does not exist, or does not match the manifest.
         """
         try:
-            # A copy: safetensors maps the file, which may be removed or changed.
+            # A copy is necessary: safetensors maps the file, which may be removed or changed.
             return restore_layout(self._file.get_tensor(name).clone(), self._unusual.get(name, {}))
         except (SafetensorError, *MISFITS) as error:
             raise Malformed(f"it contains no tensor {name!r} that can be read: {error}") from None
 
     def describe(self, name: str) -> Tensor:
-        """A tensor without data ("meta") that has the shape and dtype of one in the file.
+        """Returns a tensor without data ("meta") with the shape and dtype of a tensor in the file.
 
         Raises:
             Malformed: see :meth:`read`.
@@ -142,7 +143,7 @@ class TensorFile:
 
 
 def restore_layout(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
-    """A tensor with the dtype, shape and strides that it was saved with, of :attr:`FileLayout.unusual`.
+    """Returns a tensor with the dtype, shape and strides in an entry of :attr:`FileLayout.unusual`.
 
     Raises:
         TypeError, ValueError, KeyError, RuntimeError: they do not fit.
@@ -151,7 +152,7 @@ def restore_layout(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
         tensor = tensor.view(DTYPES[unusual["dtype"]]).view(unusual["shape"])
     if "strides" in unusual:
         strides = unusual["strides"]
-        like = torch.empty_strided(tensor.shape, strides, device="meta")  # which has its own idea of -1
+        like = torch.empty_strided(tensor.shape, strides, device="meta")  # it interprets -1 differently
         if list(like.stride()) != strides or not is_dense(like):
             raise ValueError(f"strides {strides} do not fit shape {tuple(tensor.shape)}")
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -35,19 +35,19 @@ _LIKE_THE_PARAMETER = {
     "prev",
     "ax",
 }
-"""State of torch's optimizers that has the shape of its parameter."""
+"""The entries of torch optimizers' state that have the shape of their parameter."""
 
 IsMirrored = Callable[[Tensor], bool]
 
 Rollback = Callable[[], None]
-"""Gives an object the state back that it had, whatever a failed load has done to it."""
+"""Gives an object its earlier state, even after a load that failed partly."""
 
 _VERSIONS, _METRICS = "mirrored.versions", "mirrored.metrics"
 _BESIDE = (_VERSIONS, _METRICS)
 
 
 class Tracked(ABC):
-    """One object that is saved, by name.
+    """One named object that is saved.
 
     Attributes:
         name: the user's name for it.
@@ -61,27 +61,30 @@ class Tracked(ABC):
 
     @abstractmethod
     def state(self) -> Any:
-        """The object's current state."""
+        """Returns the object's current state."""
 
     @abstractmethod
     def load(self, state: Any) -> None:
-        """Load a state. The object may keep parts of it."""
+        """Loads a state. The object may keep parts of it."""
 
     @abstractmethod
     def rollback(self) -> Rollback:
-        """A function that restores its current state, whatever a load has done to it."""
+        """Returns a function that restores the current state, even after a load that failed partly."""
 
     def problem(self, state: Any) -> str | None:
-        """Why ``state``, whose tensors may be "meta" tensors, does not fit, as far as known before loading."""
+        """Returns why ``state`` does not fit, as far as this is known before loading, or None.
+
+        The tensors of ``state`` may be "meta" tensors.
+        """
         return None
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
-        """Whether a tensor of its state is known to be the same on all towers."""
+        """Returns whether a tensor of the object's state is known to be equal on all towers."""
         return False
 
 
 class TrackedModule(Tracked):
-    """A model, whose parameters are mirrored; its buffers may be each tower's own."""
+    """A model. Its parameters are mirrored, and its buffers may differ between towers."""
 
     def __init__(self, name: str, module: nn.Module, is_mirrored: IsMirrored) -> None:
         super().__init__(name)
@@ -92,7 +95,7 @@ class TrackedModule(Tracked):
     def state(self) -> Any:
         self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
         state = self._module.state_dict()
-        # Versions, which torch keeps beside the state: modules need them to read states of older versions.
+        # torch stores versions as an attribute of the state. Modules need them to read states of older versions.
         extra = {_VERSIONS: state_versions(state)}
         if metric_states := metrics.states_of(self._module):
             extra[_METRICS] = metric_states
@@ -119,7 +122,7 @@ class TrackedModule(Tracked):
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
     def rollback(self) -> Rollback:
-        # Values are copied to the CPU: GPUs may not have the memory for another model.
+        # Values are copied to the CPU, because GPUs may not have enough memory for a second model.
         tensors = [*self._module.parameters(), *self._module.buffers()]
         values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
         lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
@@ -133,7 +136,7 @@ class TrackedModule(Tracked):
             try:
                 for layer, state in extra:
                     layer.set_extra_state(state)
-            finally:  # also where it raises
+            finally:  # also if a layer raises
                 metrics.set_states_of(self._module, counted)
                 for table, before in tables:
                     table.update(before)
@@ -149,7 +152,7 @@ class TrackedModule(Tracked):
 
 
 class TrackedOptimizer(Tracked):
-    """An optimizer, whose state is the same on all towers where its parameters are."""
+    """An optimizer. Its state is equal on all towers if its parameters are."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, is_mirrored: IsMirrored) -> None:
         super().__init__(name)
@@ -199,7 +202,7 @@ class TrackedOptimizer(Tracked):
 
     def load(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
-        # torch converts floating-point state to the dtype of its parameter, also where it was saved in another.
+        # torch converts floating-point state to its parameter's dtype, even if it was saved in another dtype.
         for number, parameter in dict(_numbered(self._optimizer.param_groups)).items():
             loaded = self._optimizer.state.get(parameter, {})
             for name, value in state["state"].get(number, {}).items():
@@ -207,7 +210,7 @@ class TrackedOptimizer(Tracked):
                     loaded[name] = value.to(loaded[name].device)
 
     def rollback(self) -> Rollback:
-        # Nothing is copied: when torch loads, it replaces state and groups, and leaves the old ones unchanged.
+        # No copy is needed: a load replaces state and groups, and leaves the old ones unchanged.
         state, groups = self._optimizer.state, self._optimizer.param_groups
         settings = [dict(group) for group in groups]
 
@@ -221,7 +224,7 @@ class TrackedOptimizer(Tracked):
 
 
 class TrackedContainer(Tracked):
-    """A dict or a list with the progress of the script; a load replaces its contents, not the object."""
+    """A dict or list with the progress of the script. A load replaces its contents, not the object."""
 
     def __init__(self, name: str, container: dict[Any, Any] | list[Any]) -> None:
         super().__init__(name)
@@ -248,7 +251,7 @@ class TrackedContainer(Tracked):
 
 
 class TrackedObject(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, a class of the user's."""
+    """Any object with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, a custom class."""
 
     def __init__(self, name: str, target: Any) -> None:
         super().__init__(name)
@@ -261,7 +264,7 @@ class TrackedObject(Tracked):
         self._object.load_state_dict(state)
 
     def rollback(self) -> Rollback:
-        # Attributes too that are no part of the state, such as the position of a loop over the data.
+        # Attributes that are not part of the state are also restored, such as the position of a loop over the data.
         state = copy.deepcopy(self._object.state_dict())
         attributes = getattr(self._object, "__dict__", None)
         before = attributes.copy() if isinstance(attributes, dict) else {}
@@ -279,7 +282,7 @@ class TrackedObject(Tracked):
 
 
 class TrackedSchedule(TrackedObject):
-    """A learning-rate schedule, which turns every entry of a state into an attribute of its own."""
+    """A learning-rate schedule. Its ``load_state_dict`` turns every entry of a state into an attribute."""
 
     skip_code = True
 
@@ -288,11 +291,11 @@ class TrackedSchedule(TrackedObject):
 
 
 def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
-    """An object of the user's, tracked according to its kind.
+    """Returns a tracked object of the kind that fits ``target``.
 
     Raises:
-        ValueError: the name is no text, or holds "/" or "@".
-        TypeError: it has no state that could be saved.
+        ValueError: the name is not a string, is empty, contains "/" or "@", or starts with "mirrored.".
+        TypeError: ``target`` has no state that can be saved.
     """
     if not isinstance(name, str) or not name or set(name) & set("/@") or name.startswith("mirrored."):
         raise ValueError(
@@ -315,7 +318,7 @@ def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
 
 
 def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """How a model's state and a saved one differ in names, shapes or dtypes, in one sentence; None: not at all."""
+    """Returns how a model's state and a saved state differ in names, shapes or dtypes, or None if they match."""
     problems = [f"{key} is missing in the checkpoint" for key in here if key not in saved]
     problems += [f"{key} is in the checkpoint only" for key in saved if key not in here]
     for key, value in here.items():
@@ -334,7 +337,7 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 
 def _schedule_problem(schedule: Any, state: Any) -> str | None:
-    """Why a state does not fit: an entry would overwrite a method or the optimizer. Other entries may differ."""
+    """Returns why a state does not fit: an entry would overwrite a method or the optimizer. Others may differ."""
     if not isinstance(state, Mapping):
         return f"it is saved as a {type(state).__name__}, not as a schedule"
     here = schedule.state_dict()
@@ -352,7 +355,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """The parameters of an optimizer, with their numbers in its ``state_dict()``; duplicates share a number."""
+    """Returns the parameters of an optimizer, with their numbers in its ``state_dict()``. Duplicates share a number."""
     parameters = [p for group in groups for p in group["params"]]
     numbers: dict[int, int] = {}
     return [(numbers.setdefault(id(p), number), p) for number, p in enumerate(parameters)]

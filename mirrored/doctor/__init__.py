@@ -1,4 +1,4 @@
-"""``mirrored doctor``: checks a machine for whatever would stop towers or slow them down, and names the fix."""
+"""``mirrored doctor``: checks a machine for problems that would stop or slow down towers, and names the fix."""
 
 from mirrored.doctor.examine import examine
 from mirrored.doctor.findings import Finding, Report, Severity

@@ -2,10 +2,10 @@
 
 [Note: checks that try] Whether towers can share memory or reach each other depends on more than a list of conditions
 (sandboxes, firewalls, user namespaces). So the last checks start real towers with :func:`mirrored.launch`, which
-average a bucket as training does; the checks before them explain a failure of these. What these towers show by
-themselves (loopback, shared memory) has no check of its own, nor has what ``python -m torch.utils.collect_env`` prints
-(driver, CUDA, NCCL). What only a running job can know, such as a chief that has
-not been started yet, is a warning and not a problem.
+average a bucket as in training. The earlier checks explain failures of these. There is no separate check for properties
+that these towers test (loopback, shared memory), or for the output of ``python -m torch.utils.collect_env`` (driver,
+CUDA, NCCL). A condition that only a running job can meet, such as a chief that has not started yet, is a warning and
+not a problem.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _CHECKS: Mapping[str, Check] = {
 
 
 def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, seconds: float = 60.0) -> Report:
-    """Check this machine, as a program with the environment ``environ`` would find it.
+    """Checks this machine, for a program with the environment ``environ``.
 
-    A check that raises or does not return becomes a finding, too. Each runs in a thread, which is abandoned when it
-    does not return in time: name servers and drivers may never answer.
+    A check that raises an exception or does not return also becomes a finding. Each check runs in a thread, which is
+    abandoned if it does not return in time: name servers and drivers may never answer.
 
     Args:
-        checks: by subject; default: all.
-        seconds: for all of them together; each check has shorter limits of its own for whatever it waits for.
+        checks: the checks by subject; default: all.
+        seconds: the time for all of them together. Each check has shorter limits for its own waits.
     """
     deadline = Deadline(seconds)
     findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""Findings, and the report made of them."""
+"""Findings, and the report that contains them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 110
 
 
 class Severity(enum.IntEnum):
-    """How much a finding matters; only a problem makes the doctor fail."""
+    """The importance of a finding. Only a problem makes the doctor fail."""
 
     OK = 0
     NOTE = 1
@@ -25,11 +25,11 @@ class Finding:
     """One result of a check.
 
     Attributes:
-        severity: a note is worth knowing; a warning costs speed or memory, or will matter in some jobs; a problem keeps
-            towers from working.
-        subject: what was examined, in a word or two.
+        severity: a note is information; a warning costs speed or memory, or will matter in some jobs; a problem
+            prevents towers from working.
+        subject: the examined object, in a word or two.
         what: the result, in a sentence.
-        fix: how to repair it; warnings and problems have one.
+        fix: the remedy; warnings and problems have one.
     """
 
     severity: Severity
@@ -39,7 +39,7 @@ class Finding:
 
 
 Check = Callable[[Mapping[str, str]], Iterator[Finding]]
-"""Examines the machine and an environment. An exception that it raises becomes a finding, too."""
+"""A function that examines the machine and an environment. An exception that it raises also becomes a finding."""
 
 
 def ok(subject: str, what: str) -> Finding:
@@ -63,9 +63,9 @@ class Report:
     """All findings on one machine.
 
     Attributes:
-        host: its name.
+        host: the machine's name.
         system: kernel and processor.
-        seconds: how long the checks took.
+        seconds: the duration of the checks.
         findings: in the order of the checks.
     """
 
@@ -76,11 +76,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 when there is no problem, else 1."""
+        """0 if there is no problem, otherwise 1."""
         return int(any(finding.severity is Severity.PROBLEM for finding in self.findings))
 
     def __str__(self) -> str:
-        """A table, sorted by severity: problems last, each with its fix."""
+        """Returns a table, sorted by severity: problems are last, each with its fix."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
         lines = [f"mirrored doctor on {self.host} ({self.system}), {self.seconds:.0f} s", ""]
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
@@ -96,7 +96,7 @@ class Report:
         return "\n".join([*lines, "", ", ".join(summary)])
 
     def as_json(self) -> str:
-        """One JSON object: host, system, seconds, healthy, and findings with severity, subject, what and fix."""
+        """Returns one JSON object with host, system, seconds, healthy, and findings (severity, subject, what, fix)."""
         content = {
             "host": self.host,
             "system": self.system,

@@ -1,4 +1,4 @@
-"""GPUs: those of the machine, and whether torch can use them."""
+"""Checks the machine's GPUs, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEV = pathlib.Path("/dev")
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether torch finds them; their names and memory, and a computation on each."""
+    """Checks whether torch finds the GPUs, their names and memory, and a computation on each."""
     if (kind := devices.accelerator_kind()) not in ("cpu", "cuda"):
         names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
         yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
@@ -65,13 +65,13 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _on_machine() -> str:
-    """The GPUs that the kernel shows, in words, whatever torch and CUDA say; empty where there is none."""
+    """Returns the GPUs that the kernel lists, in words, independently of torch and CUDA; "" if there are none."""
     files = [entry.name for entry in _DEV.glob("nvidia[0-9]*")]
     return f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}" if files else ""
 
 
 def _try(number: int) -> Finding:
-    """Multiply matrices on one GPU, with a known result."""
+    """Multiplies matrices on one GPU, and checks the known result."""
     device, subject = torch.device("cuda", number), f"cuda:{number}"
     try:
         capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Starts real towers, which average a bucket as training does."""
+"""Checks that start real towers, which average a bucket as in training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDS = 5
 
 
 def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A job of two towers through shared memory; where that fails, one through Gloo, and the reason."""
+    """Checks a job of two towers through shared memory. If it fails, reports the reason and tries Gloo."""
     subject, cpus, wrong = "CPU towers", ("cpu:0", "cpu:1"), "please report it, with all of this output"
     try:
         try:
@@ -43,7 +43,7 @@ def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A job of one tower per GPU through NCCL, where there are two or more."""
+    """Checks a job of one tower per GPU through NCCL, if there are two or more GPUs."""
     subject, count = "GPU towers", devices.count_of("cuda")
     if count < 2:
         return
@@ -62,15 +62,15 @@ def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _run(subject: str, devices: Sequence[str], implementation: str, seconds: float, wrong: str) -> Finding:
-    """Start one tower per device, and let them average.
+    """Starts one tower per device, and averages.
 
     Args:
-        wrong: what to do where the averages are wrong.
+        wrong: the fix if the averages are wrong.
 
     Raises:
         TowerFailedError: see :func:`mirrored.launch`.
     """
-    rank = os.environ.pop("RANK", None)  # it says that this process is a tower, which may not start towers
+    rank = os.environ.pop("RANK", None)  # it marks this process as a tower, which may not start towers
     try:
         results = mirrored.launch(_average, (implementation, seconds), devices=devices, timeout=seconds)
     finally:
@@ -85,17 +85,17 @@ def _run(subject: str, devices: Sequence[str], implementation: str, seconds: flo
 
 
 def _reason(error: Exception) -> str:
-    """Why a job failed, in one line."""
+    """Returns why a job failed, in one line."""
     cause = error.__cause__ or error
     text = str(error) if isinstance(cause, mirrored.TowerFailedError) else f"{type(cause).__name__}: {cause}"
     return " ".join(text.split())[:400]
 
 
 def _average(implementation: str, seconds: float) -> tuple[str, list[float], bool]:
-    """What each tower runs.
+    """Averages buckets on each tower.
 
     Returns:
-        The backend, the seconds for averaging 4 KB and 32 MB, and whether the averages were right.
+        The backend, the seconds for averaging 4 KB and 32 MB, and whether the averages were correct.
     """
     logging.getLogger("mirrored").setLevel(logging.WARNING)
     options = mirrored.CommunicationOptions(

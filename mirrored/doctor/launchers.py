@@ -1,4 +1,4 @@
-"""Environment variables: TF_CONFIG, those of torchrun and SLURM, and those that change results or speed."""
+"""Checks environment variables: TF_CONFIG, those of torchrun and SLURM, and those that change results or speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEFT_OVER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MA
 
 
 def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether torchrun's or SLURM's variables are complete, and agree with each other and with TF_CONFIG."""
+    """Checks whether torchrun's or SLURM's variables are complete, and agree with each other and with TF_CONFIG."""
     try:
         launcher = cluster.from_launcher(environ)
     except ClusterError as error:
@@ -33,7 +33,7 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _check_left_over(environ)
         return
     yield from _check_topology(launcher)
-    if torchrun.present(environ) and slurm.present(environ):  # one agent per task of srun is common: RANK counts then
+    if torchrun.present(environ) and slurm.present(environ):  # one agent per task of srun is common: RANK is used then
         with contextlib.suppress(ClusterError):
             workers = slurm.SlurmClusterResolver(environ).workers
             if workers != launcher.workers:
@@ -42,7 +42,7 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         cluster.resolve(environ)
     except ClusterError as error:
-        if "contradict" in str(error):  # check_tf_config reports errors of TF_CONFIG alone
+        if "contradict" in str(error):  # only check_tf_config reports errors of TF_CONFIG
             yield problem(_LAUNCHER, str(error), "unset the one that is left over")
 
 
@@ -90,7 +90,7 @@ def _check_topology(launcher: ClusterResolver) -> Iterator[Finding]:
 
 
 def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The grammar of TF_CONFIG, its addresses, and the chief's port."""
+    """Checks the grammar of TF_CONFIG, its addresses, and the chief's port."""
     text = environ.get("TF_CONFIG")
     if text is None:
         yield ok(_TF_CONFIG, "is not set")
@@ -134,7 +134,7 @@ def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _check_addresses(
     resolver: TFConfigClusterResolver, numeric: list[list[str] | OSError], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether this worker's address is this machine's, and whether the workers can reach each other's."""
+    """Checks whether this worker's address belongs to this machine, and whether the workers can reach each other's."""
     own = numeric[resolver.worker]
     if not isinstance(own, OSError) and not any(network.is_local(address) for address in own):
         yield warning(
@@ -194,11 +194,11 @@ _VARIABLES = {
     "GLIBC_TUNABLES": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
     "TOWERS_DEVICES": (_WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
 }
-"""How much a variable matters, its effect, and the values, in upper case, that have none; by name."""
+"""For each variable, its severity, its effect, and the upper-case values without an effect."""
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether any of these variables has a value that matters."""
+    """Checks whether any of these variables has a value with an effect."""
     matter = False
     for name, (severity, effect, harmless) in _VARIABLES.items():
         if (value := environ.get(name)) is not None and value.strip().upper() not in harmless:

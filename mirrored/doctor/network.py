@@ -1,4 +1,4 @@
-"""The network: interfaces, and the address where towers rendezvous."""
+"""Checks the network: interfaces, and the address where towers rendezvous."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from towers.system.timeouts import run_all_with_timeout
 
 _RESOLVE_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
-_LISTENING = "0A"  # in /proc/net/tcp
+_LISTENING = "0A"  # the state in /proc/net/tcp
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The interfaces of this machine, and those that Gloo and NCCL are told to use."""
+    """Checks the interfaces of this machine, and those that Gloo and NCCL are configured to use."""
     interfaces = machine.interfaces()
     listed = ", ".join(f"{name} {address}" if address else f"{name} (no IPv4)" for name, address in interfaces.items())
     yield ok("interfaces", listed or "none")
@@ -32,10 +32,10 @@ def check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_chosen(variable: str, value: str, interfaces: Mapping[str, str | None]) -> Finding:
-    """Whether the interfaces that a variable chooses exist, and lead to other machines.
+    """Checks whether the interfaces that a variable selects exist and lead to other machines.
 
-    Gloo takes whole names, and fails on one that does not exist. NCCL takes prefixes of names; behind ``=`` whole
-    names, behind ``^`` those to leave out.
+    Gloo takes complete names, and fails if one does not exist. NCCL takes prefixes of names, complete names after
+    ``=``, and names to exclude after ``^``.
     """
     if variable == _GLOO:
         words, exact, excluded = value.split(","), True, False
@@ -59,25 +59,25 @@ def _check_chosen(variable: str, value: str, interfaces: Mapping[str, str | None
 
 
 def look_up(hosts: Sequence[str]) -> list[list[str] | OSError]:
-    """The numeric addresses of each host, all looked up at once; in place of them the error (also TimeoutError)."""
+    """Returns the numeric addresses of each host, or the error (also TimeoutError). All are looked up in parallel."""
 
     def addresses(host: str) -> list[str]:
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None)))
 
     results = run_all_with_timeout(_RESOLVE_SECONDS, [lambda host=host: addresses(host) for host in hosts])  # type: ignore[misc]
-    return [  # a malformed name raises a UnicodeError
+    return [  # a malformed name raises UnicodeError
         OSError(str(result)) if isinstance(result, BaseException) and not isinstance(result, OSError) else result
         for result in results
     ]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address never leaves the machine."""
+    """Returns whether traffic to a numeric address stays on the machine."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def is_local(address: str) -> bool:
-    """Whether a numeric address belongs to an interface of this machine."""
+    """Returns whether a numeric address belongs to an interface of this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -88,12 +88,12 @@ def is_local(address: str) -> bool:
 
 
 def check_chief(host: str, port: int, origin: str, *, is_chief: bool) -> Finding:
-    """Whether the store can be served at the chief's address, or reached there from another worker.
+    """Checks whether the store can be served at the chief's address, or reached there from another worker.
 
-    A store that does not answer yet is a warning; an address that cannot be reached is a problem.
+    A store that does not answer yet is a warning. An address that cannot be reached is a problem.
 
     Args:
-        origin: where the address comes from, for messages.
+        origin: the source of the address, for messages.
     """
     return _check_can_serve(host, port, origin) if is_chief else _check_can_reach(host, port, origin)
 
@@ -134,7 +134,7 @@ def _check_can_reach(host: str, port: int, origin: str) -> Finding:
 
 
 def _holder(port: int) -> str:
-    """The process that listens on a TCP port of this machine, if this user may see it."""
+    """Returns the process that listens on a TCP port of this machine, if this user may see it."""
     inodes = set(_listening_on(port))
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -143,13 +143,13 @@ def _holder(port: int) -> str:
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 command = b" ".join(words).decode(errors="replace").strip()
                 return f"process {process.name} ({command[:80]})"
-        except OSError:  # another user's, or ended meanwhile
+        except OSError:  # another user's process, or one that has ended
             continue
     return "another process"
 
 
 def _listening_on(port: int) -> Iterator[str]:
-    """The inodes of the sockets that listen on a TCP port."""
+    """Yields the inodes of the sockets that listen on a TCP port."""
     for table in ("tcp", "tcp6"):
         try:
             lines = pathlib.Path("/proc/net", table).read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Resources of this machine and of the container: CPU cores, memory, disk, limits, shared memory."""
+"""Checks resources of this machine and the container: CPU cores, memory, disk, limits, shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warni
 from towers.system import machine
 
 _MB, _GB = 2**20, 2**30
-_TOWER = 0.5 * _GB  # what an idle tower takes: Python and torch
+_TOWER = 0.5 * _GB  # memory of an idle tower: Python and torch
 _DEV_SHM = "/dev/shm"
-_LONGEST = 60  # characters; Python's fork server adds some 40, and the kernel takes 107 in a socket's address
+_LONGEST = 60  # characters; Python's fork server adds about 40, and the kernel allows 107 in a socket's address
 _FILES = 1024
 _INFINIBAND = pathlib.Path("/sys/class/infiniband")
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -25,7 +25,7 @@ _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 
 
 def check_cores(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Cores, a container's CPU limit, OMP_NUM_THREADS."""
+    """Checks cores, a container's CPU limit and OMP_NUM_THREADS."""
     usable, limit = machine.cores(), _cpu_limit()
     present = os.cpu_count() or usable
     some = f" of {present}" if usable < present else ""
@@ -62,7 +62,7 @@ def check_cores(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _cpu_limit() -> float | None:
-    """The CPUs' worth of time that the container grants this process and its siblings; None: no limit."""
+    """Returns the number of CPUs that the container allows for this process and its siblings; None for no limit."""
     limits = []
     for folder in _cgroups("cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -76,7 +76,7 @@ def _cpu_limit() -> float | None:
 
 
 def _cgroups(controller: str) -> Iterator[pathlib.Path]:
-    """The directories of this process's group and of all its parents, which hold limits (cgroups, version 1 and 2)."""
+    """Yields the directories with limits of this process's group and all its parents (cgroups, versions 1 and 2)."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -89,12 +89,12 @@ def _cgroups(controller: str) -> Iterator[pathlib.Path]:
             root = _CGROUPS / controller
         else:
             continue
-        group = root / path.strip("/")  # in a container the path may be the host's, and not exist
+        group = root / path.strip("/")  # in a container, the path may be the host's and not exist
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Memory that processes can still take, of the machine and of the container."""
+    """Checks the free memory of the machine and of the container."""
     available = _read_line(pathlib.Path("/proc/meminfo"), "MemAvailable:")
     granted = _free_memory_of_container()
     known = [size for size in (available and available * 1024, granted) if size is not None]
@@ -112,28 +112,28 @@ def check_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _free_memory_of_container() -> int | None:
-    """The bytes that the container may still take; None: no limit."""
+    """Returns the free bytes of the container; None for no limit."""
     free = []
     for folder in _cgroups("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):
                 allowed = int((folder / limit).read_text())
-                if allowed < 2**60:  # version 1 writes "no limit" as a huge number
-                    statistics = folder / "memory.stat"  # version 1 counts the groups below in "total" alone
+                if allowed < 2**60:  # version 1 represents "no limit" as a huge number
+                    statistics = folder / "memory.stat"  # version 1 includes the groups below only in "total"
                     cached = _read_line(statistics, "total_inactive_file") or _read_line(statistics, "inactive_file")
-                    taken = max(0, int((folder / used).read_text()) - (cached or 0))  # the kernel gives those up first
+                    taken = max(0, int((folder / used).read_text()) - (cached or 0))  # page cache is freed first
                     free.append(max(0, allowed - taken))
     return min(free, default=None)
 
 
 def _read_line(file: pathlib.Path, name: str) -> int | None:
-    """The number behind ``name`` in a file of such lines."""
+    """Returns the number after ``name`` in a file of such lines."""
     match = re.search(rf"^{name}\s+(\d+)", file.read_text(), re.MULTILINE)
     return int(match[1]) if match else None
 
 
 def check_dev_shm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """/dev/shm, which towers do not need but the workers of data loaders and NCCL do."""
+    """Checks /dev/shm, which towers do not need, but DataLoader processes and NCCL do."""
     fix = "start the container with --shm-size=1g (docker) or a memory-backed emptyDir at /dev/shm (Kubernetes)"
     try:
         size, _, free = shutil.disk_usage(_DEV_SHM)
@@ -159,7 +159,7 @@ def _size(nbytes: int) -> str:
 
 
 def check_disk(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether files can be made in the current and the temporary directory, and how much space is left."""
+    """Checks whether files can be created in the current and temporary directories, and the free space there."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -206,7 +206,7 @@ def _check_folder(subject: str, folder: str, meaning: str, fix: str) -> Finding:
 
 
 def check_limits(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """``ulimit``: open files; locked memory where a network card needs it."""
+    """Checks ``ulimit``: open files, and locked memory if a network card needs it."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _FILES:
         fix = "ulimit -n 4096" if hard < 0 or hard >= 4096 else "as root raise the hard limit (ulimit -Hn), then it"

@@ -1,4 +1,4 @@
-"""Versions of Python and the libraries, against the ranges that the installed package declares."""
+"""Checks the versions of Python and the libraries against the ranges that the installed package declares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGE = "mirrored"
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Python, torch, numpy and safetensors."""
+    """Checks Python, torch, numpy and safetensors."""
     try:
         required = importlib.metadata.requires(_PACKAGE) or []
         python = str(importlib.metadata.metadata(_PACKAGE)["Requires-Python"] or "")
@@ -42,7 +42,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def compare(name: str, version: str, ranges: str, fix: str) -> Finding:
-    """Whether ``version`` lies within ``ranges``, such as ``">=2.9,<2.14"``."""
+    """Checks whether ``version`` is in ``ranges``, such as ``">=2.9,<2.14"``."""
     for bound in filter(None, map(str.strip, ranges.split(","))):
         match = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
         if match is None:
@@ -54,7 +54,7 @@ def compare(name: str, version: str, ranges: str, fix: str) -> Finding:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``"2.13.0a0+cu126"`` as (2, 13): zeros at the end do not count."""
+    """Returns ``"2.13.0a0+cu126"`` as (2, 13), without zeros at the end."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(number) for number in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:

@@ -1,7 +1,7 @@
-"""``keras.layers.BatchNormalization`` over the global batch: made in ``strategy.scope(sync_batch_norm=True)``.
+"""``keras.layers.BatchNormalization`` over the global batch, for layers of ``strategy.scope(sync_batch_norm=True)``.
 
-Each tower computes mean, variance and count of its share as Keras does; all towers get them all, and combine them in
-tower order, which gives the same bits on all. Gradients flow through that to every tower.
+Each tower computes mean, variance and count of its share as Keras does. All towers gather these and combine them in
+tower order, which gives the same bits on every tower. Gradients flow through the gathering to every tower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARK = "_mirrored_takes_global_statistics"
 
 
 def takes_global_statistics(layer: Any) -> bool:
-    """Whether a layer normalises over the global batch."""
+    """Returns whether a layer normalises over the global batch."""
     return getattr(layer, _MARK, False)
 
 
@@ -56,7 +56,7 @@ def _moments(original: Any, layer: Any, inputs: Any, mask: Any) -> tuple[Tensor,
 
 @disable_dynamo
 def _combined(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all towers' entries, of each tower's."""
+    """Combines the towers' means and variances into those of the global batch."""
     replica = get_replica_context()
     assert replica is not None
     rows = replica.all_gather(torch.cat([mean.flatten(), variance.flatten(), count.reshape(1)]).unsqueeze(0))

@@ -1,8 +1,9 @@
-"""Callbacks on several towers: they decide alike, and files and the progress bar are the chief's.
+"""Callbacks on several towers: they make the same decisions, and only the chief writes files and the progress bar.
 
-Every tower runs every callback, with the same logs, so those that decide by the logs decide alike. Keras' callbacks
-that write files do everything but write on the other towers. A tower whose callback alone sets ``model.stop_training``
-takes the others along: at the end of the epoch, and of each batch where a callback of the script's own follows batches.
+Every tower runs every callback with the same logs, so callbacks that decide by the logs decide identically. On other
+towers than the chief, Keras' callbacks that write files do everything except writing. If a callback sets
+``model.stop_training`` on only one tower, all towers stop at the end of the epoch. If a custom callback follows
+batches, they stop at the end of the batch.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end")
 
 
 def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
-    """The callbacks that this tower runs, of those that ``fit`` was given.
+    """Returns the callbacks that this tower runs.
 
     Args:
-        fits: whether it is ``fit``, after whose epochs and batches the towers agree on whether to go on.
+        callbacks: the callbacks of the script.
+        fits: whether they are for ``fit``, after whose epochs and batches the towers agree on whether to continue.
     """
     listed = _listed(callbacks)
     chosen = [callback for callback in listed if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
@@ -52,10 +54,10 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
 
 
 def read_batches(callbacks: Any) -> bool:
-    """Whether a callback may read the logs of each batch. It is asked on any number of towers.
+    """Returns whether a callback may read the logs of each batch. It is called for any number of towers.
 
     Raises:
-        ImportError: one needs TensorFlow, which is not there.
+        ImportError: a callback needs TensorFlow, which is not installed.
     """
     listed = _listed(callbacks)
     if any(isinstance(each, keras.callbacks.TensorBoard) for each in listed) and find_spec("tensorflow") is None:
@@ -78,16 +80,16 @@ def _reads_batches(callback: Any) -> bool:
 
 
 def _follows_batches(callback: Any) -> bool:
-    """Whether a callback of the script's own does something at the end of each batch."""
+    """Returns whether a custom callback has a method for the end of each batch."""
     kind = type(callback)
-    if any(name in vars(callback) for name in _BATCH_ENDS):  # of a LambdaCallback
+    if any(name in vars(callback) for name in _BATCH_ENDS):  # a LambdaCallback
         return True
     owners = (base for name in _BATCH_ENDS for base in kind.__mro__ if name in vars(base))
     return any(owner not in _OF_KERAS and not issubclass(owner, (Agreement, Monitor)) for owner in owners)
 
 
 def _restore_in_turn(strategy: Strategy, callback: Any) -> None:
-    """Let the chief restore first: it repairs a backup whose writing was interrupted."""
+    """Makes the chief restore first, because it repairs a backup that was not written completely."""
 
     def on_train_begin(logs: Any = None) -> None:
         with read_in_turn(strategy, "the files that BackupAndRestore reads"):
@@ -97,7 +99,7 @@ def _restore_in_turn(strategy: Strategy, callback: Any) -> None:
 
 
 def _mute(callback: Any) -> None:
-    """Let a callback of Keras' decide as on the chief, and write nothing; models are saved by the chief anyhow."""
+    """Makes a callback of Keras decide as on the chief, but write nothing. Only the chief saves models anyway."""
     if type(callback) in _OF_KERAS and hasattr(callback, "verbose"):
         callback.verbose = 0
     if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)):
@@ -105,10 +107,10 @@ def _mute(callback: Any) -> None:
 
 
 class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets towers begin at the same epoch, and stop together.
+    """Makes towers start at the same epoch, and stop together.
 
     Args:
-        batches_are_read: whether a callback of the chief's may read the logs of each batch.
+        batches_are_read: whether a callback of the chief may read the logs of each batch.
     """
 
     def __init__(self, strategy: Strategy, batches_are_read: bool) -> None:
@@ -137,7 +139,7 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class AgreementInBatches(Agreement):
-    """Lets towers stop together after each batch, too."""
+    """Makes towers stop together after each batch, too."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._agree()

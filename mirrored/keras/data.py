@@ -1,10 +1,10 @@
-"""Batches of ``fit``, ``evaluate`` and ``predict``, shared out among the towers.
+"""Batches of ``fit``, ``evaluate`` and ``predict``, split among the towers.
 
-``batch_size`` is the global one. Keras' data adapters make the global batches, in the same order on all towers, since
-towers draw the same random numbers outside of steps; each tower keeps its share. Of arrays it loads its share only. A
-``DataLoader`` becomes a distributed dataset, whose towers load their shares, and what
-``strategy.distribute_dataset`` gives is taken as it is. Nothing is padded or dropped; a tower whose share is empty gets
-an example that counts nothing.
+``batch_size`` is the global batch size. Keras' data adapters create the global batches, in the same order on all
+towers, because towers draw the same random numbers outside of steps. Each tower keeps its share. From arrays, it loads
+only its share. A ``DataLoader`` becomes a distributed dataset, whose towers load their shares. A result of
+``strategy.distribute_dataset`` is used unchanged. No example is padded or dropped. A tower with an empty share receives
+an example that does not count.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 
 LOADERS = (DataLoader, DistributedDataset)
-"""Data of which a tower loads its shares by a distributed dataset."""
+"""The kinds of data whose shares a tower loads with a distributed dataset."""
 
 
 @dataclass
 class Loop:
-    """A ``fit``, ``evaluate`` or ``predict``, or one batch of them.
+    """A call of ``fit``, ``evaluate`` or ``predict``, or of their methods for one batch.
 
     Attributes:
-        strategy: the model's.
-        reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
-        steps: how many batches were run.
-        logs: those of all towers, as they were read last.
-        skip: how many batches are read and not used next, since they were used before; and what is called then.
+        strategy: the model's strategy.
+        reads_every: the number of batches between reads of the logs; 0 for reads at the end of the epoch only.
+        steps: the number of batches so far.
+        logs: the logs of all towers at the last read.
+        skip: the number of next batches to skip, because they were used before, and a function to call after that.
     """
 
     strategy: Strategy
@@ -56,14 +56,16 @@ class Loop:
 
 
 running: Loop | None = None
-"""The innermost loop: one may be within another one's callbacks. Keras' adapters and iterators know no model."""
+"""The innermost loop, which may run in another loop's callbacks. Keras' adapters and iterators have no reference to a
+model.
+"""
 
 _distributed: weakref.WeakKeyDictionary[Any, tuple[Strategy, DistributedDataset]] = weakref.WeakKeyDictionary()
-"""What each ``DataLoader`` has become, under which strategy."""
+"""The strategy and distributed dataset of each ``DataLoader``."""
 
 
 def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
-    """This tower's share of a batch: as is known, else cut from a global batch.
+    """Returns this tower's share of a batch: the known share, or a slice of a global batch.
 
     Raises:
         ValueError: the arrays of the batch have different lengths.
@@ -82,7 +84,7 @@ def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
 
 
 def _cut(strategy: Strategy, total: int) -> tuple[slice, Share]:
-    """This tower's rows of a global batch, or the first row as a stand-in; and its share."""
+    """Returns this tower's rows of a global batch (or the first row as a stand-in), and its share."""
     cut = replace(cut_for(strategy.num_replicas_in_sync, strategy.topology.index, None), stand_in=True)
     share = cut.share(total)
     return slice(*cut.bounds(total)) if share.local else slice(0, 1), share
@@ -116,7 +118,7 @@ def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any =
 
 
 def distributed(strategy: Strategy, data: DataLoader[Any] | DistributedDataset) -> DistributedDataset:
-    """The distributed dataset that data of ``fit`` is, or becomes."""
+    """Returns the distributed dataset of the data of ``fit``, and creates it if needed."""
     if isinstance(data, DistributedDataset):
         return data
     maker, dataset = _distributed.get(data, (None, None))
@@ -127,7 +129,7 @@ def distributed(strategy: Strategy, data: DataLoader[Any] | DistributedDataset) 
 
 
 class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
-    """Gives Keras a distributed dataset."""
+    """Makes a distributed dataset available to Keras."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
@@ -166,8 +168,8 @@ def _next(original: Any, iterator: Any) -> Any:
 
 
 def _own_examples(strategy: Strategy, loader: DataLoader[Any]) -> Iterator[Any]:
-    """This tower's shares of the batches of arrays, which are all that it loads."""
-    shares: deque[Share] = deque()  # of the batches whose indices were drawn and that are not loaded yet
+    """Yields this tower's shares of batches of arrays. The tower loads only these."""
+    shares: deque[Share] = deque()  # of batches whose indices were drawn and that are not loaded yet
 
     def own_indices() -> Iterator[list[int]]:
         for indices in loader.batch_sampler:  # type: ignore[union-attr]
@@ -176,12 +178,12 @@ def _own_examples(strategy: Strategy, loader: DataLoader[Any]) -> Iterator[Any]:
             yield indices[rows]
 
     own = DataLoader(loader.dataset, batch_sampler=own_indices(), collate_fn=loader.collate_fn)
-    batches = iter(own)  # which draws its seed now, as on one tower
+    batches = iter(own)  # draws its seed now, as on one tower
     return (_note(strategy, batch, shares.popleft())[0] for batch in batches)
 
 
 def _own_rows(strategy: Strategy, loader: Iterable[Any]) -> Iterator[Any]:
-    """This tower's shares of batches that every tower loads whole."""
+    """Yields this tower's shares of batches that every tower loads completely."""
     for step, batch in enumerate(loader):
         if step == 0:
             _check_same(strategy.communicator, batch)
@@ -189,10 +191,10 @@ def _own_rows(strategy: Strategy, loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_same(comm: Communicator, batch: Any) -> None:
-    """Check that all towers read the same batches, by the first one of an epoch.
+    """Checks with the first batch of an epoch that all towers read the same batches.
 
     Raises:
-        DisagreementError: on all towers: they do not.
+        DisagreementError: on all towers: the batches differ.
     """
     arrays = [leaf for leaf in keras.tree.flatten(batch) if _is_array(leaf)]
     checksum = 0

@@ -1,7 +1,7 @@
-"""The private names of Keras that this project uses: all of them, and none elsewhere.
+"""All private names of Keras that this project uses. No other module uses private names.
 
-They are of Keras 3.13 to 3.15; ``tests/keras/test_patches.py`` sees that they are there in the Keras that is installed.
-What the other modules replace is a name of a module or class given here.
+The names exist in Keras 3.13 to 3.15. ``tests/keras/test_patches.py`` checks that they exist in the installed Keras.
+All names that other modules replace belong to a module or class that is imported here.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ SUMS_ACTIVITIES = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 
 
 def is_of_activities(caller: types.FrameType) -> bool:
-    """Whether a layer's ``add_loss`` was called for the regulariser of its activities."""
+    """Returns whether ``caller`` calls a layer's ``add_loss`` for the regulariser of its activities."""
     return caller.f_code.co_name == "__call__" and caller.f_globals.get("__name__") == keras.Layer.__module__
 
 
 def function_of(metric: Any) -> Any:
-    """What computes the values of which a metric is the mean; its type where it computes them itself."""
+    """Returns the function whose values a metric averages, or the metric's type if it computes the values itself."""
     return getattr(metric, "_fn", type(metric))
 
 
 def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:
-    """The layers of a model that are not frozen, each with the variables that it changes without a gradient.
+    """Yields the layers of a model that are not frozen, each with the variables that it changes without a gradient.
 
-    ``model.non_trainable_variables`` would hold the weights of frozen layers, too.
+    ``model.non_trainable_variables`` would also contain the weights of frozen layers.
     """
     for layer in model._flatten_layers():
         if layer.trainable:
@@ -50,18 +50,18 @@ def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def first_epoch(model: Any) -> int | None:
-    """The epoch at which ``BackupAndRestore`` lets ``fit`` begin, if it has restored one."""
+    """Returns the epoch at which ``fit`` starts if ``BackupAndRestore`` has restored one, or None."""
     epoch: int | None = model._initial_epoch
     return epoch
 
 
 def set_first_epoch(model: Any, epoch: int | None) -> None:
-    """Let ``fit`` begin at an epoch; None: at its ``initial_epoch``."""
+    """Makes ``fit`` start at an epoch; None for its ``initial_epoch``."""
     model._initial_epoch = epoch
 
 
 def write_nothing(callback: Any) -> None:
-    """Let a ``BackupAndRestore`` restore only, or a ``ModelCheckpoint`` decide only."""
+    """Makes a ``BackupAndRestore`` only restore, or a ``ModelCheckpoint`` only decide."""
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         callback._save_model = lambda: None
         callback.on_train_end = lambda logs=None: None

@@ -1,9 +1,9 @@
-"""Losses: what Keras computes over a tower's share, made such that the mean over examples is that of the global batch.
+"""Losses that Keras computes on a tower's share, adjusted so that their mean over examples is that of the global batch.
 
 See [Note: examples are weighted] in :mod:`mirrored.keras`. Three of Keras' reductions are not a mean over examples:
 ``"sum"``; ``"mean_with_sample_weight"``, which divides by the sum of the weights; and means over the entries that a
-mask leaves. For the last two the towers add up the divisor, in one small collective for each such loss in a step.
-Regularisers of activities are sums in Keras 3.13, and means since.
+mask keeps. For the last two, the towers add up the divisor, in one small collective per such loss in a step.
+Regularisers of activities are sums in Keras 3.13, and means in later versions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduct
     step = current()
     if step is None or mask is None or reduction not in _OVER_ENTRIES:
         return original(sample_weight, mask, dtype, reduction)
-    # As Keras does, every entry that counts weighs total / valid, where both are of the global batch.
+    # As in Keras, every entry that counts has the weight total / valid, with both numbers of the global batch.
     entries = keras.ops.cast(mask, dtype)
     valid = step.as_mean(step.all_sum(keras.ops.sum(entries)))
     weight = entries * keras.ops.divide_no_nan(keras.ops.cast(float(entries.numel()), dtype), valid)

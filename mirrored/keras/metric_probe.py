@@ -1,9 +1,9 @@
-"""A probe of metrics that a script has written: whether what towers count by them can be combined.
+"""A probe of custom metrics, which tests whether the towers' states can be combined.
 
-The variables of a metric say how by their ``aggregation``, nearly always by Keras' default, ``"sum"``. A maximum, a
-last value and a quotient of each batch do not add up. So the first update of a metric in a step is made on the two
-halves of this tower's examples too, whose states are combined as those of two towers; then the metric has its own state
-again.
+The ``aggregation`` of a metric's variables defines how they are combined. It is usually Keras' default, ``"sum"``. A
+maximum, a last value and a quotient per batch do not add up. So the first update of a metric in a step is also run on
+each half of this tower's examples. The states of the halves are combined as those of two towers. Afterwards, the
+metric's own state is restored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TOLERANCE = 1e-3  # of float32 sums, relative to the largest number
 
 
 def probe_first_update(metric: Any) -> None:
-    """Let the first update of ``metric`` in a step show whether states of several towers can be combined.
+    """Makes the first update of ``metric`` in a step test whether states of several towers can be combined.
 
-    Metrics of Keras can. Variables of ``"only_first_replica"`` are compared when they are combined: [Note: tower 0's
-    value is that of all] in :mod:`mirrored.keras.metrics`. Nothing is shown where the lengths of what ``update_state``
-    is given differ, or where it raises on halves.
+    Metrics of Keras are not tested. Variables of ``"only_first_replica"`` are compared when they are combined: see
+    [Note: tower 0's value is that of all] in :mod:`mirrored.keras.metrics`. There is no test if the arguments of
+    ``update_state`` have different lengths, or if it raises an exception on halves.
     """
     aggregations = {variable.aggregation for variable in metric.variables}
     if (_of_keras(type(metric)) and _of_keras(function_of(metric))) or aggregations <= {"only_first_replica"}:
@@ -51,12 +51,12 @@ def probe_first_update(metric: Any) -> None:
 
 
 def _probe(metric: Any, before: Sequence[Tensor], arguments: Any, step: Step) -> None:
-    """Update a metric by halves of the arguments of an update.
+    """Updates a metric with the halves of the arguments of an update, and compares the combined states.
 
-    A variable of ``"only_first_replica"`` is that of all examples, as examples that are gathered are.
+    For a variable of ``"only_first_replica"``, the value of all examples is used, as if the examples were gathered.
 
     Raises:
-        TypeError: the states of the halves, combined, are not that of all examples.
+        TypeError: the combined state of the halves differs from the state of all examples.
     """
     after = _state(metric)
     sizes = {len(leaf) for leaf in keras.tree.flatten(arguments) if getattr(leaf, "shape", ())}
@@ -74,7 +74,7 @@ def _probe(metric: Any, before: Sequence[Tensor], arguments: Any, step: Step) ->
         try:
             first, second, whole = updated(0, half), updated(half, 2 * half), updated(0, 2 * half)
             expected = _numbers(metric.result())
-        except Exception:  # it cannot be updated by another number of examples
+        except Exception:  # it cannot be updated with another number of examples
             _set(metric, after)
             return
         states = zip(metric.variables, before, first, second, whole, strict=True)
@@ -106,7 +106,7 @@ def _of_keras(function: Any) -> bool:
 
 
 def _rows(leaf: Any, start: int, end: int) -> Any:
-    """Some rows of an array; of a single row, that one."""
+    """Returns some rows of an array, or copies of its only row."""
     if not getattr(leaf, "shape", ()):
         return leaf
     return leaf[start:end] if len(leaf) > 1 else torch.cat([torch.as_tensor(leaf)] * (end - start))
@@ -126,7 +126,7 @@ def _numbers(result: Any) -> list[Tensor]:
 
 
 def _close(state: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether some tensors are equal, but for a part of the largest number in each."""
+    """Returns whether tensors are equal within a fraction of the largest number in each."""
     return len(state) == len(other) and all(
         torch.allclose(a.double(), b.double(), 0.0, tolerance * float(b.double().abs().max()), equal_nan=True)
         for a, b in zip(state, other, strict=True)
@@ -140,7 +140,7 @@ def _text(numbers: Sequence[Tensor]) -> str:
 
 @around(Strategy, "gather")
 def _gather(original: Any, strategy: Strategy, value: Any, axis: int = 0) -> Any:
-    """``gather`` without stand-ins; returns ``value`` where Keras only traces shapes, or where a metric is probed."""
+    """Gathers without stand-ins. It returns ``value`` if Keras only traces shapes, or during a probe."""
     step = current()
     if (step is not None and step.alone) or (isinstance(value, Tensor) and value.is_meta):
         return value

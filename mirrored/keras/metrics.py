@@ -1,13 +1,13 @@
-"""Metrics: each tower counts its own examples, and what all have counted is combined when it is read.
+"""Metrics: each tower counts its own examples, and the towers' counts are combined when they are read.
 
-A metric's variables say by their ``aggregation`` how values of several towers are combined: ``"sum"`` (Keras' default),
-``"mean"`` over the examples, ``"only_first_replica"``, which is tower 0's value. What was there before the towers began
-to count, such as the zeros of ``reset_state``, counts once. A scalar that is given to ``Mean`` or ``Sum``, such as a
-batch's loss, is a mean of this tower's examples, so it counts as the share's fraction of the batch.
+The ``aggregation`` of a metric's variables defines how values of several towers are combined. ``"sum"`` is Keras'
+default. ``"mean"`` is the mean over the examples. ``"only_first_replica"`` is tower 0's value. Values from before the
+towers started to count, such as the zeros of ``reset_state``, count once. A scalar for ``Mean`` or ``Sum``, such as a
+batch's loss, is a mean of this tower's examples. So it is weighted by the share's fraction of the batch.
 
-[Note: tower 0's value is that of all] Of the global batch a variable of ``"only_first_replica"`` is only where
-``update_state`` gathers the examples of all towers, so that towers hold one value. A tower that computed on a stand-in
-has an older one; the others' are compared when they are combined.
+[Note: tower 0's value is that of all] A variable of ``"only_first_replica"`` describes the global batch only if
+``update_state`` gathers the examples of all towers. Then the towers' values are equal, except that a tower that
+computed on a stand-in has an older value. The values of the other towers are compared when they are combined.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _reduce_to_samplewise_values(original: Any, values: Any, sample_weight: Any,
 class Metrics:
     """The metrics of one model on several towers.
 
-    ``_base`` holds each variable and its value when the towers began to count apart.
+    ``_base`` contains each variable with its value when the towers started to count separately.
 
     Args:
-        model: its metrics may change at any time.
+        model: the model. Its metrics may change at any time.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
@@ -54,12 +54,12 @@ class Metrics:
         self._comm = comm
         self._base: dict[int, tuple[Any, Tensor]] = {}
         self._examples = 0
-        self._in_each_step = True  # has this tower counted: a stand-in does not
+        self._in_each_step = True  # whether this tower has counted in each step (stand-ins do not count)
         self._counting = False
         self._checked: set[int] = set()
 
     def begin(self) -> None:
-        """A step begins, which may count."""
+        """Starts a step, which may count."""
         if self._counting:
             return
         self._counting = True
@@ -70,29 +70,29 @@ class Metrics:
         self._base = {id(variable): (variable, variable.value.clone()) for variable in self._variables()}
 
     def count(self, share: Share) -> None:
-        """A step with a share is over."""
+        """Ends a step with a share."""
         self._examples += share.local
         self._in_each_step = self._in_each_step and share.local > 0
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
-        """Each variable's tensor, and a copy."""
+        """Returns each variable's tensor, and a copy of it."""
         return [(variable.value, variable.value.clone()) for variable in self._variables()]
 
     def forget(self) -> None:
-        """All towers have given the metrics one and the same state, by resetting them."""
+        """Forgets this tower's counts after all towers have set the metrics to the same state."""
         self._counting, self._base, self._examples, self._in_each_step = False, {}, 0, True
 
     @torch.no_grad()
     def reduce(self, logs: Mapping[str, Any], step: Step) -> Logs:
-        """What all towers have counted, given to all; they count on from there. All of them call it.
+        """Combines the counts of all towers, on every tower. The towers continue from there. All towers must call it.
 
         Args:
-            logs: what this tower's last step has returned.
+            logs: the result of this tower's last step.
             step: that step.
 
         Returns:
-            ``logs`` of the global batches: a metric's result of all examples so far; of other numbers, the mean over
-            the last step's examples.
+            The ``logs`` of the global batches. For a metric, it is the result for all examples so far. For another
+            number, it is the mean over the last step's examples.
 
         Raises:
             TypeError: on all towers; see [Note: tower 0's value is that of all].
@@ -129,11 +129,14 @@ class Metrics:
             return value * self._examples
         if variable.aggregation == "only_first_replica":
             return self._row(value)
-        base = self._base.get(id(variable))  # none: it was made in a step, from zeros
+        base = self._base.get(id(variable))  # None: it was created in a step, from zeros
         return value - base[1] if base is not None else value
 
     def _row(self, value: Tensor) -> Tensor:
-        """A value in this tower's row of zeros; the towers' sum has the values of all."""
+        """Returns a tensor with a row per tower, with ``value`` in this tower's row and zeros elsewhere.
+
+        The sum over towers contains the values of all towers.
+        """
         rows = value.new_zeros(self._comm.size, *value.shape)
         rows[self._comm.index] = value
         return rows
@@ -155,14 +158,14 @@ class Metrics:
         return list({id(v): v for metric in self._model.metrics for v in metric.variables}.values())
 
     def _results(self) -> Logs:
-        """The results of the metrics as they are now, by name, in both forms that a ``train_step`` may return."""
+        """Returns the metrics' current results by name, in both forms that a ``train_step`` may return."""
         nested: Logs = {metric.name: metric.result() for metric in self._model.metrics}
         nested.update(self._model.get_metrics_result())
         return nested
 
 
 def _check_equal(variable: Any, values: Tensor) -> None:
-    """Check that towers hold one value, but for rounding on different processors.
+    """Checks that the towers' values are equal, except for rounding differences between processors.
 
     See [Note: tower 0's value is that of all].
     """
@@ -175,10 +178,10 @@ def _check_equal(variable: Any, values: Tensor) -> None:
 
 
 def _check(metric: Any) -> None:
-    """Check that what several towers count by a metric can be combined.
+    """Checks that a metric's values of several towers can be combined.
 
     Raises:
-        TypeError: it cannot.
+        TypeError: they cannot be combined.
     """
     for each in getattr(metric, "metrics", None) or [metric]:
         if not each.variables and type(each).__module__.partition(".")[0] != "keras":
@@ -202,7 +205,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _same(value: Any, result: Any) -> bool:
-    """Whether a value of the logs is a metric's result."""
+    """Returns whether a value of the logs is a metric's result."""
     if isinstance(value, Mapping) or isinstance(result, Mapping):
         return isinstance(value, Mapping) and isinstance(result, Mapping)
     if result is None or not (_is_scalar(value) and _is_scalar(result)):

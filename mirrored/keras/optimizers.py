@@ -1,9 +1,9 @@
-"""Keras' optimizers, seen as torch's: what watches steps of optimizers sees theirs.
+"""Makes steps of Keras' optimizers visible as steps of a torch optimizer.
 
-[Note: a step of torch's around Keras'] Keras' optimizers are none of torch's, whose hooks tell of a step. So in
-``strategy.run`` a Keras optimizer applies gradients within the step of a torch optimizer of the same parameters. The
-guard of unaveraged gradients, the mirror check (of optimizer state, too), the report of a failure, the profiler's
-ranges and ``mirrored verify`` are all told by that.
+[Note: a step of torch's around Keras'] Keras' optimizers are not torch optimizers, so torch's hooks do not report their
+steps. So in ``strategy.run``, a Keras optimizer applies gradients within the step of a torch optimizer of the same
+parameters. This step triggers the guard of unaveraged gradients, the mirror check (also of optimizer state), the
+failure report, the profiler's ranges and ``mirrored verify``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mirrored.keras.patching import around
 
 
 class _Step(torch.optim.Optimizer):
-    """Steps by a function."""
+    """A torch optimizer whose step calls a function."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Any) -> None:
         super().__init__(parameters, {})
@@ -32,7 +32,7 @@ class _Step(torch.optim.Optimizer):
 
 
 _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
-_applying = False  # a Keras optimizer may hold another one
+_applying = False  # a Keras optimizer may contain another one
 
 
 @around(keras.optimizers.Optimizer, "apply")

@@ -11,13 +11,14 @@ Replacement = Callable[..., Any]
 
 
 def around(owner: Any, *names: str) -> Callable[[Replacement], Replacement]:
-    """A decorator: the function stands in place of ``owner``'s ones of these names, and gets the original first.
+    """Returns a decorator that replaces functions of ``owner``. The original is the first argument of the replacement.
 
     Args:
         owner: a module or a class.
+        names: the names of the functions.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: a name does not exist.
     """
 
     def replace(function: Replacement) -> Replacement:
@@ -33,6 +34,6 @@ def _replaced(original: Callable[..., Any], function: Replacement) -> Callable[.
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    # Keras looks at parameters, without following wrappers.
+    # Keras reads the parameters without following wrappers.
     replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return replaced

@@ -1,9 +1,9 @@
-"""Random numbers of Keras layers: each tower draws its own, and the states of the seed generators stay equal.
+"""Random numbers of Keras layers: each tower draws its own numbers, and the states of seed generators stay equal.
 
-A ``keras.random.SeedGenerator`` is a variable of its layer, so it is mirrored and saved as other variables are. In a
-step the tower's index is mixed into the seed that is drawn from it, not into the generator: dropout draws differently
-on each tower (on tower 0 as on a single device), and a run that is resumed goes on with the same numbers. In ``mirrored
-verify``, which compares numbers of towers, dropout is left out.
+A ``keras.random.SeedGenerator`` is a variable of its layer, so it is mirrored and saved like other variables. In a
+step, the tower's index is mixed into the seed that is drawn from the generator, not into the generator. So dropout
+draws other numbers on each tower (on tower 0, those of a single device), and a resumed run continues with the same
+numbers. ``mirrored verify``, which compares numbers between towers, leaves dropout out.
 """
 
 from __future__ import annotations

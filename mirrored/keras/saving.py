@@ -1,8 +1,8 @@
-"""Files of Keras models: the chief writes them, all towers read them.
+"""Files of Keras models: the chief writes them, and all towers read them.
 
-``model.save``, ``save_weights`` and ``export`` of a model of a strategy write on the chief and do nothing on the other
-towers, so a script may call them as it did on one device, in callbacks too. ``model.load_weights``, and ``load_model``
-in a scope, wait until all towers have come, so that what the chief was told to write before is there.
+``model.save``, ``save_weights`` and ``export`` of a strategy's model write on the chief and do nothing on other towers.
+So a script calls them as on one device, also in callbacks. ``model.load_weights``, and ``load_model`` in a scope, wait
+until all towers have called them, so that the chief has finished its earlier writes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 
 _waits = contextvars.ContextVar("whether the readers of weights wait for all towers", default=True)
-_strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # which they keep alive
+_strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # kept alive by models
 
 
 def note_strategy(model: Any) -> None:
-    """A model is made here: it belongs to the strategy whose scope this is, if there is one."""
+    """Assigns a new model to the strategy of the current scope, if there is one."""
     frame = current_frame()
     if frame is not None and isinstance(frame.strategy, Strategy):
         _strategies[model] = frame.strategy
 
 
 def strategy_of(model: Any) -> Strategy | None:
-    """The strategy in whose scope a model was made, or that mirrors it."""
+    """Returns the strategy in whose scope a model was created, or that mirrors it."""
     if (made_in := _strategies.get(model)) is not None:
         return made_in
     strategy = strategy_with_towers()
@@ -44,7 +44,7 @@ def strategy_of(model: Any) -> Strategy | None:
 
 @around(keras.Model, "save", "save_weights", "export")
 def _write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the chief alone write a file."""
+    """Writes a file on the chief only."""
     strategy = strategy_of(model)
     if strategy is None or strategy.is_chief:
         return original(model, *args, **kwargs)
@@ -54,7 +54,7 @@ def _write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 @around(keras.models, "load_model")
 @around(keras.saving, "load_model")
 def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wait, in a scope, until the chief has written what it was told to before."""
+    """Waits, in a scope, until the chief has finished its earlier writes."""
     frame = current_frame()
     if frame is not None and frame.replica is None and frame.strategy.num_replicas_in_sync > 1:
         announce(frame.strategy.communicator, "keras.models.load_model()")
@@ -63,10 +63,10 @@ def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def read_in_turn(strategy: Strategy, call: str) -> Iterator[None]:
-    """The chief does first what stands inside, the others when it is done; ``load_weights`` waits for nobody there.
+    """Runs the block on the chief first, then on the other towers. ``load_weights`` does not wait inside.
 
     Raises:
-        TypeError, ValueError: the chief failed; on all towers.
+        TypeError, ValueError: on all towers: the chief failed.
     """
     token = _waits.set(False)
     try:

@@ -1,8 +1,8 @@
-"""Variables that layers change in a step without a gradient, such as moving statistics: equal on all towers after it.
+"""Variables that layers change in a step without a gradient, such as moving statistics. They are equal after the step.
 
-They are combined by their own ``aggregation``: ``"mean"``, and ``"none"``, which Keras' own layers leave theirs at, is
-the mean over the examples of the step; ``"sum"`` adds up what the towers have added; ``"only_first_replica"`` is tower
-0's. Integers with ``"none"``, such as the states of seed generators and counters, are those of every tower.
+The variables are combined by their ``aggregation``. ``"mean"`` is the mean over the examples of the step, and so is
+``"none"``, which Keras' own layers use. ``"sum"`` adds up the changes of the towers. ``"only_first_replica"`` is tower
+0's value. Integers with ``"none"``, such as the states of seed generators and counters, are equal on every tower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepVariables:
     """The variables of one model that a step may change.
 
     Args:
-        model: its layers may change at any time.
+        model: the model. Its layers may change at any time.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
@@ -35,18 +35,18 @@ class StepVariables:
         self._before: list[tuple[Any, Tensor]] = []
 
     def look(self) -> None:
-        """A loop begins: the model may have other layers, or others that are frozen."""
+        """Starts a loop: the model may have other layers, or other frozen layers."""
         self._changing = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Starts a step."""
         if self._changing is None:
             self._changing = list(self._find())
         self._before = [(v, v.value.clone()) for v in self._changing if v.aggregation == "sum"]
 
     @torch.no_grad()
     def combine(self, step: Step) -> None:
-        """A step is over: give all towers the same values. All of them call it."""
+        """Ends a step, and gives all towers the same values. All towers must call it."""
         contributions: list[tuple[Tensor, Tensor]] = []
         added = {id(variable): before for variable, before in self._before}
         for variable in self._changing or []:
@@ -68,7 +68,7 @@ class StepVariables:
             variable.value.add_(before)
 
     def _find(self) -> Iterator[Any]:
-        """The variables that layers may change; those of frozen layers do not change."""
+        """Yields the variables that layers may change. Those of frozen layers do not change."""
         for layer, variable in variables_of_trained_layers(self._model):
             combined = variable.aggregation != "none" or keras.backend.is_float_dtype(variable.dtype)
             if combined and not takes_global_statistics(layer):

@@ -1,8 +1,8 @@
-"""The step that is running: this tower's share of a global batch, and what its numbers weigh.
+"""The running step: this tower's share of a global batch, and the weight of its numbers.
 
-See [Note: examples are weighted] in :mod:`mirrored.keras`. Where backward begins, the gradient of each tower's loss is
-multiplied by the number of towers and by the share's fraction of the examples; the average over towers is then that of
-the examples. There it is right for every loss, and in the gradients that batch norms over the global batch gather.
+See [Note: examples are weighted] in :mod:`mirrored.keras`. At the start of backward, the gradient of each tower's loss
+is multiplied by the number of towers and by the share's fraction of the examples. The average over towers is then that
+of the examples. This is correct for every loss, and for the gradients that BatchNorm over the global batch gathers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Step:
     """One step of a model on several towers.
 
     Attributes:
-        share: this tower's; where it has no examples the tower computes on a stand-in.
-        alone: whether other towers take no part in what is computed, so that nothing can be gathered.
+        share: this tower's share. If it has no examples, the tower computes on a stand-in.
+        alone: whether other towers do not take part in the computation, so that collectives are impossible.
     """
 
     strategy: Strategy
@@ -36,19 +36,19 @@ class Step:
 
     @property
     def fraction(self) -> float:
-        """The fraction of the global batch's examples that this share has."""
+        """The fraction of the global batch's examples that are in this share."""
         return self.share.local / self.share.total if self.share.total else 0.0
 
     def all_sum(self, value: Tensor) -> Tensor:
-        """A number's sum over all towers, to which a stand-in adds nothing."""
+        """Returns the sum of a number over all towers. A stand-in adds 0."""
         own = value.detach() if self.share.local else torch.zeros_like(value)
         total: Tensor = self.strategy.reduce("sum", own)
         return total
 
     def as_mean(self, total: Tensor) -> Tensor:
-        """What a tower has to divide by so that towers' quotients, weighted by examples, are a quotient by ``total``.
+        """Returns a tower's divisor, for which the mean of the quotients over examples is the quotient by ``total``.
 
-        As ``sum(f[t] * s[t] / (total * f[t])) == sum(s[t]) / total``.
+        In symbols: ``sum(f[t] * s[t] / (total * f[t])) == sum(s[t]) / total``.
         """
         return total * self.fraction if self.share.local else torch.ones_like(total)
 
@@ -57,13 +57,13 @@ _current: Step | None = None
 
 
 def current() -> Step | None:
-    """The step that is running; None outside of steps, and at one tower."""
+    """Returns the running step, or None outside of steps and on one tower."""
     return _current
 
 
 @contextlib.contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Inside, ``step`` is running."""
+    """Makes ``step`` the running step inside the context."""
     global _current
     outer, _current = _current, step
     try:
@@ -73,7 +73,7 @@ def running(step: Step) -> Iterator[None]:
 
 
 _in_backward = False
-"""Whether a weight was applied already: under ``torch.device``, and in reentrant checkpoints, backward calls itself."""
+"""Whether a weight is already applied: under ``torch.device`` and in reentrant checkpoints, backward calls itself."""
 
 
 @around(torch.autograd, "backward")

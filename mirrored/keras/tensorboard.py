@@ -1,4 +1,4 @@
-"""TensorBoard's files of ``fit``, by torch's writer; Keras' callback of that name needs TensorFlow."""
+"""TensorBoard's files of ``fit``, written with torch's writer. Keras' callback of that name needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import keras
 
 
 class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes the logs of ``fit`` where ``tensorboard --logdir`` reads them, on the chief.
+    """Writes the logs of ``fit`` for ``tensorboard --logdir``, on the chief.
 
     Folders and names are those of ``keras.callbacks.TensorBoard``: ``train`` and ``validation``, ``epoch_loss`` and
     ``epoch_learning_rate`` by epochs, ``batch_loss`` by batches.
 
     Args:
-        log_dir: is made when it is missing.
-        histogram_freq: histograms of all weights after every so many epochs; 0: none.
-        update_freq: ``"epoch"``, ``"batch"``, or after how many batches the logs are written, too.
+        log_dir: is created if it does not exist.
+        histogram_freq: the number of epochs between histograms of all weights; 0 for none.
+        update_freq: ``"epoch"``, ``"batch"``, or the number of batches between additional writes of the logs.
 
     Raises:
         ModuleNotFoundError: tensorboard is not installed.
@@ -27,7 +27,7 @@ class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]
         self, log_dir: str | os.PathLike[str] = "logs", histogram_freq: int = 0, update_freq: str | int = "epoch"
     ) -> None:
         super().__init__()
-        from torch.utils.tensorboard import SummaryWriter  # imports much, and needs a package
+        from torch.utils.tensorboard import SummaryWriter  # slow, and needs an optional package
 
         self._new_writer = SummaryWriter
         self._log_dir = os.fspath(log_dir)

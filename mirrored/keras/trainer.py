@@ -1,12 +1,13 @@
-"""Keras' trainer under a strategy: ``fit``, ``evaluate``, ``predict`` and their kind for one batch.
+"""Keras' trainer under a strategy: ``fit``, ``evaluate``, ``predict`` and their methods for one batch.
 
-Keras' own loops run on every tower; what is replaced is the function for one step. It gets this tower's share of the
-batch (:mod:`mirrored.keras.data`) and calls Keras' function inside ``strategy.run``; afterwards the towers combine
-what the step has changed.
+Keras' own loops run on every tower. Only the function for one step is replaced. It receives this tower's share of the
+batch (:mod:`mirrored.keras.data`) and calls Keras' function inside ``strategy.run``. Afterwards, the towers combine the
+values that the step has changed.
 
-[Note: logs are reduced when they are read] What a step returns is this tower's. At the end of an epoch, and of
-``evaluate``, it is reduced over the towers. In between that is done where somebody reads it: a callback that follows
-batches (in every batch), and the progress bar (about a hundred times in an epoch). All towers know alike who reads.
+[Note: logs are reduced when they are read] A step returns this tower's logs. They are reduced over the towers at the
+end of an epoch and of ``evaluate``. In between, they are reduced only when they are read: by a callback that follows
+batches (in every batch), or by the progress bar (about a hundred times per epoch). All towers determine the readers
+identically.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary
 
 
 def _training_of(model: Any) -> Training | None:
-    """A model's training under its strategy; None where it has none."""
+    """Returns a model's training under its strategy, or None without a strategy."""
     strategy = strategy_of(model)
     if strategy is None:
         return None
@@ -52,11 +53,12 @@ def _training_of(model: Any) -> Training | None:
 
 
 def _checked_training_of(model: Any, call: str) -> Training | None:
-    """A model's training under its strategy, for a method that trains; None where it has none.
+    """Returns a model's training under its strategy for a method that trains, or None without a strategy.
 
     Raises:
-        MirrorError: there are towers, and the model is not theirs.
-        RuntimeError: inside ``strategy.run``; or with virtual towers.
+        MirrorError: there are several towers, and the model does not belong to their strategy.
+        RuntimeError: inside ``strategy.run``; or with virtual towers, sharded optimizers, central storage or
+            ``synchronize=``.
     """
     training = _training_of(model)
     if training is None:
@@ -125,7 +127,7 @@ def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
     training = _training_of(model)
     if training is not None and data.running is not None and data.running.strategy is training.strategy:
         reduced = training.reduce() if training.several else {}
-        # There are none in an epoch all of whose batches a checkpoint has.
+        # There are no logs if all batches of the epoch were run before the checkpoint.
         logs = reduced or logs or model.get_metrics_result()
         interceptor().returned("the logs of Keras' loop", logs)
     return original(model, logs)
@@ -133,7 +135,7 @@ def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
 
 @around(TorchTrainer, "fit", "evaluate", "predict")
 def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Share out the batches."""
+    """Splits the batches among the towers."""
     fits = original.__name__ == "fit"
     training = _checked_training_of(model, "fit") if fits else _training_of(model)
     if training is None:
@@ -151,16 +153,16 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if fits:
             arguments["callbacks"] = _with_checkpoints(model, training, arguments, stack)
-        if not strategy.is_chief:  # the chief warns of the same
+        if not strategy.is_chief:  # the chief logs the same warnings
             warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
         return original(model, **arguments, **extra)
 
 
 def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
-    """The callbacks of ``fit``, with what saves checkpoints behind all others of the script, whose state it saves.
+    """Returns the callbacks of ``fit``. Those that save checkpoints are last, because they save the others' state.
 
     Raises:
-        ValueError: the data could not go on where a checkpoint was saved.
+        ValueError: the data cannot be resumed from a checkpoint.
     """
     callbacks = keras.tree.flatten(arguments["callbacks"] or [])
     for callback in callbacks:
@@ -184,7 +186,7 @@ def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any],
 
 
 def _reads_every(arguments: dict[str, Any]) -> int:
-    """After how many batches callbacks, or the progress bar, read the logs; 0: they do not."""
+    """Returns the number of batches between reads of the logs by callbacks or the progress bar; 0 for no reads."""
     if tower_callbacks.read_batches(arguments["callbacks"]):
         return 1
     if arguments["verbose"] not in (1, "auto") or isinstance(arguments["callbacks"], CallbackList):
@@ -194,7 +196,7 @@ def _reads_every(arguments: dict[str, Any]) -> int:
         first = keras.tree.flatten(arguments["x"])[0]
         try:
             count = len(first)
-        except TypeError:  # such as a loader of an IterableDataset
+        except TypeError:  # a loader of an IterableDataset, for example
             count = 0
         if hasattr(first, "shape"):
             count //= arguments.get("batch_size") or 32
@@ -203,7 +205,7 @@ def _reads_every(arguments: dict[str, Any]) -> int:
 
 @around(TorchTrainer, "train_on_batch", "test_on_batch")
 def _on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the logs of the global batch."""
+    """Returns the logs of the global batch."""
     name = original.__name__
     training = _checked_training_of(model, name) if name == "train_on_batch" else _training_of(model)
     if training is None or not training.several:
@@ -214,7 +216,7 @@ def _on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around(TorchTrainer, "make_train_function", "make_test_function", "make_predict_function")
 def _make_function(original: Any, model: Any, force: bool = False) -> None:
-    """Let the function that Keras makes for a step run on this tower's share."""
+    """Makes Keras' function for a step run on this tower's share."""
     original(model, force)
     training = _training_of(model)
     attribute = original.__name__.removeprefix("make_")
@@ -224,7 +226,7 @@ def _make_function(original: Any, model: Any, force: bool = False) -> None:
 
 
 def _run(training: Training, kind: str, function: Callable[[Any], Any], batches: Any) -> Any:
-    """What ``function``, Keras' own for one batch, returns under the model's strategy."""
+    """Runs ``function``, Keras' own for one batch, under the model's strategy, and returns its result."""
     if not training.several:
         return training.strategy.run(function, args=(batches,))
     if kind != "predict":

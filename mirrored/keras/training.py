@@ -1,8 +1,9 @@
-"""The steps of one model under a strategy, and what they leave to be combined among the towers.
+"""The steps of one model under a strategy, and the values that the towers combine after them.
 
-[Note: the tower's device] Keras has one default device for the process: a GPU where there is one. That is the tower's
-where the kinds are the same, as a strategy makes its device the current one. Elsewhere (CPU towers on a machine with
-GPUs, a device that Keras has not heard of) it is told, in the strategy's scope and in ``fit`` and its kind.
+[Note: the tower's device] Keras has one default device per process: a GPU if there is one. If the tower has a device of
+the same kind, Keras uses it, because a strategy makes its device the current one. Otherwise (CPU towers on a machine
+with GPUs, a device that Keras does not support), Keras' device is set in the strategy's scope and in ``fit`` and the
+other methods.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Training:
         self._variables = StepVariables(self._model, strategy.communicator)
         self._loop = data.Loop(strategy)
         self._newest: tuple[dict[str, Any], Step] | None = None
-        self.newest_share: Share | None = None  # of the last batch that was trained or tested on
+        self.newest_share: Share | None = None  # of the last batch for training or testing
         self.is_read: Callable[[], bool] = lambda: False  # whether a monitor reads the logs of this batch
 
     @contextlib.contextmanager
     def loop(self, reads_every: int) -> Iterator[None]:
-        """Inside, batches are read and run."""
+        """Reads and runs batches inside the context."""
         before, outer = self._loop, data.running
         self._loop = data.running = data.Loop(self.strategy, reads_every)
         self._variables.look()
@@ -51,7 +52,7 @@ class Training:
             self._loop, data.running = before, outer
 
     def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Step]:
-        """Run a step on this tower's share of a batch; returns what ``function`` does, and the step."""
+        """Runs a step on this tower's share of a batch. Returns the result of ``function`` and the step."""
         batch, share = data.share_of(self.strategy, batch)
         step = Step(self.strategy, share)
         self.metrics.begin()
@@ -68,7 +69,7 @@ class Training:
         return result, step
 
     def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
-        """The logs of a training or test step, over all towers if a reader needs them now; else the last ones."""
+        """Returns the logs of a training or test step: those of all towers if they are read now, or the last ones."""
         logs, step = self.run(function, batch, trains)
         if not isinstance(logs, dict):
             return logs
@@ -82,7 +83,7 @@ class Training:
         return loop.logs or logs
 
     def reduce(self) -> dict[str, Any]:
-        """The newest logs, of all towers; see :meth:`Metrics.reduce`."""
+        """Returns the newest logs of all towers; see :meth:`Metrics.reduce`."""
         if self._newest is None:
             return {}
         (logs, step), self._newest = self._newest, None
@@ -91,7 +92,7 @@ class Training:
 
 
 def _on_device_of(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-    """Inside, Keras makes its tensors on a strategy's device; see [Note: the tower's device]."""
+    """Makes Keras create its tensors on a strategy's device; see [Note: the tower's device]."""
     if str(current_device()).partition(":")[0] == strategy.device.type:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = keras.device(str(strategy.device))

@@ -1,11 +1,11 @@
 """Schedules functions on workers (after TensorFlow's ``tf.distribute.coordinator``).
 
-[Note: at least once] A worker that is lost comes back as a new process, and what it was computing is given to whoever
-is free. Some of it may have been pushed before, so it counts at least once. A call that has cost so many workers in
-turn is itself the cause, and an error.
+[Note: at least once] A lost worker is replaced by a new process, and its call is run again by the next free worker.
+Parts of the first attempt may already have been pushed, so a call has its effect at least once. A call in which 5
+workers were lost, one after another, is taken as the cause and raises an error.
 
-[Note: the end] A thread for each worker knows the coordinator weakly, but while it has a call. So a strategy and its
-coordinator that a script drops are freed, and Ray ends the processes that nobody has a handle of.
+[Note: the end] The thread of a worker has a strong reference to the coordinator only during a call. So a strategy and
+its coordinator are freed when the script drops them, and Ray ends the processes without a handle.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 
-_MOST_LOST = 5  # workers in turn, by one call
+_MOST_LOST = 5  # workers lost one after another by one call
 
 
 class RemoteValue:
-    """What a scheduled function returns, when it has."""
+    """The future result of a scheduled function."""
 
     def __init__(self) -> None:
         self._future: Future[Any] = Future()
-        self._lost = 0  # workers, while they computed it
+        self._lost = 0  # the number of workers lost while they computed it
 
     def fetch(self) -> Any:
-        """Wait for the value and return it, with tensors on the CPU.
+        """Waits for the value and returns it, with tensors on the CPU.
 
         Raises:
-            BaseException: what the function has raised.
-            concurrent.futures.CancelledError: another one raised before this one was called.
+            BaseException: the exception that the function raised.
+            concurrent.futures.CancelledError: another function raised an exception before this one was called.
         """
         return self._future.result()
 
@@ -49,14 +49,14 @@ class RemoteValue:
 
 
 _Call = tuple[RemoteValue, bytes]
-"""What a scheduled function is to return, and the function, pickled."""
+"""The future result of a scheduled function, and the pickled function."""
 
 
 class ClusterCoordinator:
     """Schedules functions on the workers of a :class:`ParameterServerStrategy`.
 
-    Every method raises the error of a function that was scheduled before, once; what was scheduled after that function
-    is then cancelled, and nothing runs any more. ::
+    If a scheduled function raises an error, the functions after it are cancelled. When no function is running any more,
+    the next call of a method raises that error, once. ::
 
         coordinator = mirrored.ClusterCoordinator(strategy)
         batches = iter(coordinator.create_per_worker_dataset(make_dataset))
@@ -65,11 +65,11 @@ class ClusterCoordinator:
         coordinator.join()
 
     Args:
-        strategy: there is one coordinator for each.
+        strategy: the strategy, which has at most one coordinator.
 
     Raises:
-        RuntimeError: the strategy has another one.
-        mirrored.parameter_server.errors.ServerLostError: a server has ended; by every method, from then on.
+        RuntimeError: the strategy already has a coordinator.
+        mirrored.parameter_server.errors.ServerLostError: a server has ended. From then on, every method raises it.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
@@ -89,13 +89,13 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Let some worker call ``fn(*args, **kwargs)``; returns at once.
+        """Schedules ``fn(*args, **kwargs)`` on a worker, and returns at once.
 
-        Models, optimizers and per-worker data that it uses are the worker's own. It is sent as it is now, with all else
-        that it refers to.
+        Models, optimizers and per-worker data in the call refer to the worker's own. All other objects that the
+        function refers to are sent in their current state.
 
         Raises:
-            TypeError: something in it cannot be pickled.
+            TypeError: an object in the call cannot be pickled.
         """
         if any(isinstance(leaf, RemoteValue) for leaf in trees.leaves((args, kwargs or {}))):
             raise TypeError("a RemoteValue cannot be an argument of schedule(); pass the result of its fetch()")
@@ -107,7 +107,7 @@ class ClusterCoordinator:
         return value
 
     def join(self) -> None:
-        """Wait until all that was scheduled has finished; then the chief's variables are what servers have."""
+        """Waits until all scheduled functions have finished. Then the chief's variables have the servers' values."""
         with self._changed:
             self._changed.wait_for(self._is_done)
         self._raise_error()
@@ -115,27 +115,27 @@ class ClusterCoordinator:
         self.strategy.replica.refresh()
 
     def done(self) -> bool:
-        """Whether all that was scheduled has finished."""
+        """Returns whether all scheduled functions have finished."""
         self._raise_error()
         with self._changed:
             return self._is_done()
 
     def fetch(self, value: Any) -> Any:
-        """Wait for the remote values in a nested structure, and return it with what they are."""
+        """Waits for the remote values in a nested structure, and returns the structure with their results."""
         self._raise_error()
         return trees.map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Data of each worker's own; a worker that comes back begins them anew.
+        """Creates separate data for each worker. A restarted worker starts them from the beginning.
 
         Args:
-            dataset_fn: returns something iterable. It is called once on each worker (for a generator: for each
-                iterator), with an :class:`mirrored.InputContext` if it takes an argument. Or the data themselves, which
-                are sent to each worker.
+            dataset_fn: a function that returns an iterable. It is called once on each worker (for a generator: once for
+                each iterator), with an :class:`mirrored.InputContext` if it takes an argument. Or the data themselves,
+                which are sent to each worker.
 
         Returns:
-            What ``iter()`` makes an argument for :meth:`schedule` of; there it is each worker's own iterator. Another
-            ``iter()`` is another iterator, from the beginning.
+            A dataset whose ``iter()`` is an argument for :meth:`schedule`. On a worker, it is the worker's own
+            iterator. Each call of ``iter()`` starts from the beginning.
         """
         with self._changed:
             return self.strategy.add_pipeline(dataset_fn)
@@ -164,7 +164,7 @@ class ClusterCoordinator:
                 error = RuntimeError(f"{_MOST_LOST} workers were lost in turn in one scheduled function: {lost}")
             log.warning("worker %d (%s) was lost and is restarted", index, lost)
         except BaseException as raised:
-            error = raised.with_traceback(None)  # which would keep the coordinator; the worker's is its cause
+            error = raised.with_traceback(None)  # the traceback would keep the coordinator; its cause is the worker's
         with self._changed:
             self._running -= 1
             if error is not None:
@@ -180,14 +180,14 @@ class ClusterCoordinator:
             self.strategy.await_worker(index)
 
     def _step_if_all_wait(self) -> None:
-        """Let servers step with fewer gradients where every call waits for others, and no worker could take another."""
+        """Makes servers step with fewer gradients if every call waits for others and no worker is free."""
         with self._changed:
             most = self.strategy.workers if self._queue else self._running
         self.strategy.flush(most)
 
 
 def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:
-    """Let a worker compute calls until the coordinator is dropped."""
+    """Runs calls on a worker until the coordinator is dropped."""
     while True:
         with changed:
             changed.wait_for(lambda: queue)
@@ -200,10 +200,10 @@ def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordina
 
 
 def _abandon(changed: Condition, queue: deque[Any], _: object) -> None:
-    """End the threads of a coordinator that is gone, and cancel what they have not begun."""
+    """Ends the threads of a dropped coordinator, and cancels the calls that have not started."""
     with changed:
         _cancel_all(queue, "the coordinator is gone")
-        queue.append(None)  # no thread waits any more
+        queue.append(None)  # wakes all threads and ends them
         changed.notify_all()
 
 

@@ -1,4 +1,4 @@
-"""What ends a training with parameter servers."""
+"""Errors that end a training with parameter servers."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from towers.errors import PeerLostError
 
 
 class ServerLostError(PeerLostError):
-    """A server has ended, and its part of the variables with it: start again, from the newest checkpoint."""
+    """Reports that a server has ended, together with its part of the variables. Restart from the newest checkpoint."""

@@ -1,4 +1,4 @@
-"""Which server has which part of which variable, and tensors on their way, by the part that they are of."""
+"""The assignment of variables' parts to servers, and the transfer format of tensors by part."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Part:
     """Rows of a variable, on one server.
 
     Attributes:
-        variable: its index.
-        start, end: the rows; both 0: all of it.
-        server: the index of the server that has it.
+        variable: the index of the variable.
+        start, end: the first row, and the row after the last; both are 0 for the whole variable.
+        server: the index of the server that stores the part.
     """
 
     variable: int
@@ -31,7 +31,7 @@ class Part:
     server: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of the variable or of something with its shape."""
+        """Returns this part of the variable, or of another tensor of its shape."""
         if not self.end:
             return tensor
         if tensor.is_sparse:
@@ -40,10 +40,10 @@ class Part:
 
 
 class Values(dict[Part, Tensor]):
-    """Tensors by part; sparse ones are coalesced.
+    """Tensors by part. Sparse tensors are coalesced.
 
-    They are pickled as NumPy arrays, which Ray sends as they lie in memory: torch's own pickles are archives of bytes
-    for each tensor.
+    They are pickled as NumPy arrays, which Ray sends without conversion. torch's own pickles are archives of bytes for
+    each tensor.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,25 +57,25 @@ def _unpack_all(packed: Mapping[Part, Any]) -> Values:
 def _pack(tensor: Tensor) -> tuple[Any, Any, tuple[int, ...]]:
     if tensor.is_sparse:
         return _pack(tensor.coalesce().indices()), _pack(tensor.coalesce().values()), tuple(tensor.shape)
-    return as_bytes(tensor.cpu()).numpy(), tensor.dtype, tuple(tensor.shape)  # NumPy has no bfloat16
+    return as_bytes(tensor.cpu()).numpy(), tensor.dtype, tuple(tensor.shape)  # NumPy does not support bfloat16
 
 
 def _unpack(memory: Any, kind: Any, shape: tuple[int, ...]) -> Tensor:
     if isinstance(memory, tuple):
         parts = _unpack(*memory), _unpack(*kind)
         return torch.sparse_coo_tensor(*parts, shape, is_coalesced=True, check_invariants=False)
-    return torch.tensor(memory).view(kind).reshape(shape)  # a copy: what Ray has received may not be written to
+    return torch.tensor(memory).view(kind).reshape(shape)  # a copy, because the memory received from Ray is read-only
 
 
 @dataclass(frozen=True)
 class PlacedVariable:
-    """A parameter or buffer, and where its parts are.
+    """A parameter or buffer, and the servers of its parts.
 
     Attributes:
         name: its path in its model.
-        trained: it is a parameter, not a buffer.
-        table: only the rows that are looked up are exchanged.
-        parts: whole, or cut along dimension 0.
+        trained: whether it is a parameter, not a buffer.
+        table: whether only the rows that are looked up are exchanged.
+        parts: one part, or several along dimension 0.
         like: a tensor of its shape, strides and dtype, without memory.
     """
 
@@ -86,7 +86,7 @@ class PlacedVariable:
     like: Tensor
 
     def allocate(self) -> Tensor:
-        """Make a variable like it, without values yet; a parameter requires no gradient yet."""
+        """Returns a new tensor of this kind, without values. A parameter does not require a gradient yet."""
         memory = torch.empty_like(self.like, device="cpu")
         return nn.Parameter(memory, requires_grad=False) if self.trained else memory
 
@@ -94,17 +94,18 @@ class PlacedVariable:
 def lay_out(
     names: Mapping[Tensor, str], first: int, tables: Set[int], turn: Iterator[int], partitioner: Partitioner | None
 ) -> list[PlacedVariable]:
-    """Give variables to servers.
+    """Assigns variables to servers.
 
     Args:
-        names: of the variables.
-        first: the index of the first of them.
+        names: the variables with their names.
+        first: the index of the first variable.
         tables: the ids of the parameters of which only rows are exchanged.
-        turn: the server of each part.
+        turn: yields the server of each part.
 
     Raises:
         RuntimeError: a variable of a lazy module has no shape yet.
-        ValueError: the partitioner cuts a variable along another dimension than the first.
+        ValueError: the partitioner splits a variable along another dimension than the first, or into more parts than
+            rows.
     """
     variables = []
     for index, (tensor, name) in enumerate(names.items(), first):
@@ -126,7 +127,7 @@ def lay_out(
 
 
 def split_state(state: Mapping[str, Any], parameter: Tensor, part: Part) -> dict[str, Any]:
-    """A part's share of the state that an optimizer has for a parameter."""
+    """Returns a part's share of an optimizer's state of a parameter."""
     own = {key: part.of(value) if _is_like(value, parameter) else value for key, value in state.items()}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
 
@@ -136,7 +137,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def join_state(parts: Sequence[tuple[Part, Mapping[str, Any]]], parameter: Tensor) -> dict[str, Any]:
-    """The state of a whole parameter; what is not of its shape (the number of steps) is the first part's."""
+    """Joins the state of a whole parameter. Values of another shape (the number of steps) are the first part's."""
     state = dict(parts[0][1])
     for key, value in state.items():
         if len(parts) > 1 and _is_like(value, parts[0][0].of(parameter)):

@@ -1,8 +1,8 @@
-"""The Ray cluster that servers and workers run in.
+"""The Ray cluster in which servers and workers run.
 
-[Note: tasks are nodes] Where ``TF_CONFIG`` has a job ``ps``, every task runs the same script. The chief's is the driver
-of a Ray cluster, which listens at the chief's address. The tasks ``worker`` and ``ps`` become nodes of it in the
-strategy's constructor, run nothing more of the script, and end when nothing listens at the chief's address any more.
+[Note: tasks are nodes] If ``TF_CONFIG`` has a job ``ps``, every task runs the same script. The chief is the driver of a
+Ray cluster, which listens at the chief's address. The tasks ``worker`` and ``ps`` become nodes of this cluster in the
+strategy's constructor, and run nothing more of the script. They end when nothing listens at the chief's address.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ log = get_logger("mirrored")
 _JOBS = ("worker", "ps")
 
 _HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
-"""A node that does not answer five times in turn is lost. (Ray's own numbers are 3 and 10 seconds.)"""
+"""A node that does not answer five times in a row counts as lost. (Ray's defaults are 3 and 10 seconds.)"""
 
 
 class Cluster:
-    """A Ray cluster; this process is its driver.
+    """A Ray cluster. This process is its driver.
 
     Args:
-        resolver: the tasks that are its nodes. Without any, it is the cluster that this process or ``RAY_ADDRESS``
-            names, else one of this machine, started here and ended with the script.
-        processes: how many share this machine where workers and servers are started on it.
-        timeout: seconds in which all tasks have to come.
+        resolver: the tasks that are its nodes. Without tasks, it is the cluster of this process or of ``RAY_ADDRESS``;
+            otherwise, a cluster on this machine, which is started here and ends with the script.
+        processes: the number of processes that share this machine, if workers and servers are started on it.
+        timeout: seconds in which all tasks must join.
 
     Attributes:
-        origin: what it was started by, for the log.
+        origin: the source of the cluster, for the log.
 
     Raises:
         ClusterError: ``chief``, ``worker`` or ``ps`` is missing.
-        StartupError: not all tasks came, or they have no secret in common.
+        StartupError: not all tasks joined, or they do not share a secret.
         SystemExit: this process was a task that became a node, and the chief has ended.
     """
 
@@ -68,7 +68,7 @@ class Cluster:
             self.origin = "the Ray cluster of this process"
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Ray would let each actor have one thread.
+        # Ray would limit each actor to one thread.
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(1 if tasks else processes)))
         if tasks:
             _share_secret(resolver)
@@ -88,20 +88,21 @@ class Cluster:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
             ray.init(logging_level=logging.ERROR)
         else:
-            if "RAY_AUTH_MODE" not in os.environ:  # else it was here before, and keeps the secret of then
-                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
+            if "RAY_AUTH_MODE" not in os.environ:  # otherwise, it was set before, and the token of that time is kept
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray requires it if it is set
             _start_ray()
 
     def _missing(self) -> list[str]:
-        """The tasks that are no nodes yet."""
+        """Returns the tasks that have not become nodes yet."""
         there = ray.cluster_resources()
         return [f"{task} ({address})" for task, address in self._addresses.items() if task not in there]
 
     def start(self, kind: type, task: str, *arguments: Any) -> Any:
-        """Start an actor; returns its handle.
+        """Starts an actor and returns its handle.
 
         Args:
-            task: such as "ps:0". Where the cluster has such a task, the actor waits for it, and runs there.
+            task: the name of a task, such as "ps:0". If the cluster has this task, the actor waits for it and runs
+                there.
         """
         place: Any = {"resources": {task: 0.001}} if self._addresses else {"scheduling_strategy": "SPREAD"}
         return ray.remote(kind).options(num_cpus=0, max_restarts=0, **place).remote(*arguments)
@@ -112,7 +113,7 @@ def _start_ray(**options: Any) -> None:
 
 
 def _share_secret(resolver: ClusterResolver) -> None:
-    """Let Ray ask all nodes for the job's secret."""
+    """Makes Ray require the job's secret from all nodes."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     if not (token := os.environ.get(JOB_TOKEN)):
@@ -125,15 +126,15 @@ def _share_secret(resolver: ClusterResolver) -> None:
 
 
 def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
-    """See [Note: tasks are nodes]."""
+    """Makes this process a node until the chief ends; see [Note: tasks are nodes]."""
     if not wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5):
         raise StartupError(f"the chief did not connect to {chief} within {timeout:.0f} s: {task} at {address} ends")
     options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
-    environment = {"RAY_AUTH_MODE": "token", **os.environ}  # which ray.init sets by itself, and Ray's command does not
+    environment = {"RAY_AUTH_MODE": "token", **os.environ}  # ray.init sets it, but Ray's command does not
     folder = tempfile.mkdtemp(prefix="mirrored-node-")
     with open(f"{folder}/output", "w+") as output:
-        options.append(f"--temp-dir={folder}")  # in one folder, nodes that start at one time take each other's names
+        options.append(f"--temp-dir={folder}")  # in a shared folder, nodes that start together take each other's names
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f'--resources={{"{task}": 1}}', *options]
         node = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         keeper = _end_with_this_process(node.pid, folder)
@@ -151,9 +152,9 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
 
 
 def _ip_of(address: str) -> str | None:
-    """The IP address of a task's host, where it is one of this machine; None: Ray finds it out.
+    """Returns the IP address of a task's host if it is an address of this machine; None: Ray determines it.
 
-    Many systems give a machine's own name an address that others do not reach.
+    Many systems map a machine's own name to an address that other machines cannot reach.
     """
     host = split_address(address)[0]
     with contextlib.suppress(OSError):
@@ -166,9 +167,10 @@ def _ip_of(address: str) -> str | None:
 
 
 def _end_with_this_process(group: int, folder: str) -> subprocess.Popen[bytes]:
-    """Start a process that kills a group of processes and removes their folder when this one has ended, however.
+    """Starts a process that kills a process group and removes its folder when this process has ended for any reason.
 
-    Then nobody writes to what it reads. (Told to end, a node would ask the chief first, which may be gone.)
+    So no process still writes to the files that this one reads. (After SIGTERM, a node would first contact the chief,
+    which may have ended.)
     """
     end = 'cat; kill -s KILL -- "-$0"; rm -rf "$1"'
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}

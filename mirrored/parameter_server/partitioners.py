@@ -1,4 +1,7 @@
-"""How variables are cut along dimension 0 (after TensorFlow's ``tf.distribute.experimental.partitioners``)."""
+"""Partitioners, which split variables along dimension 0.
+
+They follow TensorFlow's ``tf.distribute.experimental.partitioners``.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ import torch
 
 
 class Partitioner(Protocol):
-    """Says into how many shards a variable is cut."""
+    """A function that returns the number of shards of a variable."""
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
-        """The number of shards along each dimension; only the first may be more than 1."""
+        """Returns the number of shards along each dimension. Only the first may be more than 1."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedShardsPartitioner:
-    """Cuts each variable into a fixed number of shards, or as many as it has rows.
+    """Splits each variable into a fixed number of shards, or as many as it has rows if these are fewer.
 
     Args:
-        num_shards: at least 1.
+        num_shards: the number of shards, at least 1.
     """
 
     num_shards: int
@@ -34,11 +37,11 @@ class FixedShardsPartitioner:
 
 @dataclass(frozen=True)
 class MinSizePartitioner:
-    """Cuts variables into as many shards as have a least size each.
+    """Splits variables into one shard per ``min_shard_bytes`` of their size, rounded up.
 
     Args:
-        min_shard_bytes: the least size of a shard.
-        max_shards: the most shards of a variable.
+        min_shard_bytes: the size per shard, in bytes. A shard can be smaller because of the rounding.
+        max_shards: the maximum number of shards of a variable.
     """
 
     min_shard_bytes: int = 256 << 10
@@ -51,11 +54,11 @@ class MinSizePartitioner:
 
 @dataclass(frozen=True)
 class MaxSizePartitioner:
-    """Cuts variables into shards that have a largest size each.
+    """Splits variables into shards with a maximum size each.
 
     Args:
-        max_shard_bytes: the largest size of a shard; a single row may be larger.
-        max_shards: the most shards of a variable, which goes before the size; default: any number.
+        max_shard_bytes: the maximum size of a shard, in bytes. A single row may be larger.
+        max_shards: the maximum number of shards of a variable, even if they become larger. Default: no limit.
     """
 
     max_shard_bytes: int

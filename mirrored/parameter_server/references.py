@@ -1,10 +1,10 @@
-"""Functions, models and optimizers on their way to other processes: what the scope has made is sent as a reference.
+"""Pickles functions, models and optimizers for other processes. Objects of the scope are sent as references.
 
-[Note: what a function refers to] A scheduled function is pickled with all that it refers to. A model would be a copy
-there, whose updates nobody sees. So modules, variables and optimizers of the scope, per-worker data and the strategy
-are named, and become the worker's own. All else is a copy.
+[Note: what a function refers to] A scheduled function is pickled with all objects that it refers to. A pickled model
+would be a copy, whose updates would be lost. So modules, variables and optimizers of the scope, per-worker data and the
+strategy are sent as references, which the worker resolves to its own objects. All other objects are copied.
 
-[Note: pickles] These are read by the job's own actors, from Ray's channels, to which a job has a secret
+[Note: pickles] The pickles are read by the job's own actors, from Ray's channels, which require the job's secret
 (:mod:`mirrored.parameter_server.nodes`).
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 from ray.cloudpickle import CloudPickler
 
 Reference = tuple[Any, ...]
-"""A kind, such as "module", and where it is found."""
+"""A kind, such as "module", and the object's position."""
 
 
 def dump(value: Any, reference_of: Callable[[Any], Reference | None] = lambda obj: None) -> bytes:
-    """Pickle a value.
+    """Pickles a value.
 
     Args:
-        reference_of: the reference that is sent in place of an object; None: the object itself is.
+        reference_of: returns the reference that is sent instead of an object, or None to pickle the object itself.
 
     Raises:
-        TypeError: something in it cannot be pickled.
+        TypeError: a part of the value cannot be pickled.
     """
     pickler: Any = CloudPickler(file := io.BytesIO())
     pickler.persistent_id = reference_of
@@ -40,10 +40,10 @@ def dump(value: Any, reference_of: Callable[[Any], Reference | None] = lambda ob
 
 
 def load(data: bytes, resolve: Callable[[Reference], Any] = lambda reference: None) -> Any:
-    """Read what :func:`dump` has written.
+    """Reads a result of :func:`dump`.
 
     Args:
-        resolve: gives the object that a reference names.
+        resolve: returns the object of a reference.
     """
     unpickler: Any = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = resolve

@@ -1,7 +1,7 @@
 """A server: parts of variables, and the optimizers that step them. It is an asynchronous actor of Ray.
 
-[Note: one at a time] Its methods run in one thread, and each to its end or to an ``await``: a step is whole for those
-who pull, as far as this server has it.
+[Note: one at a time] The methods of a server run in one thread, each to its end or to an ``await``. So a pull sees
+either all or nothing of a step on this server.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import Part, Values
 
 Settings = list[dict[str, Any]]
-"""What each group of an optimizer has beside its parameters, such as the learning rate."""
+"""The settings of each group of an optimizer, such as the learning rate, without parameters."""
 
 
 @dataclass
 class _Optimizer:
-    """An optimizer over the parts that this server has.
+    """An optimizer over the parts that this server stores.
 
     Attributes:
-        waiting: gradients that the next step is the mean of, each with the worker that gave it.
-        steps: how many it has made.
+        waiting: gradients for the mean of the next step, each with its worker.
+        steps: the number of steps.
     """
 
     inner: torch.optim.Optimizer
@@ -41,68 +41,72 @@ class _Optimizer:
 
 
 class Server:
-    """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`.
+    """A server that :class:`mirrored.parameter_server.strategy.ParameterServerStrategy` creates.
 
-    By default it steps with each gradient as it comes, however old.
+    By default, it steps with each gradient on arrival, regardless of its age.
 
     Args:
         index: from 0.
-        replicas_to_aggregate: a step is made with the mean of so many gradients (TF 1's ``SyncReplicasOptimizer``).
-        staleness: how many steps a gradient's parameters may be old; older gradients are dropped.
+        replicas_to_aggregate: the number of gradients whose mean is used in a step (TF 1's ``SyncReplicasOptimizer``).
+        staleness: the maximum age, in steps, of the parameters of a gradient. Older gradients are dropped.
     """
 
     def __init__(self, index: int, replicas_to_aggregate: int = 1, staleness: float = math.inf) -> None:
         self._index = index
         self._replicas_to_aggregate = replicas_to_aggregate
         self._staleness = staleness
-        torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
+        torch.sparse.check_sparse_tensor_invariants.disable()  # torch's optimizers violate them; this avoids a warning
         self._parts: dict[Part, Tensor] = {}
         self._optimizers: dict[int, _Optimizer] = {}
-        self._stepped = asyncio.Event()  # another one for each step
-        self._waiting = 0  # pulls, for others' gradients
+        self._stepped = asyncio.Event()  # replaced after each step
+        self._waiting = 0  # pulls that wait for others' gradients
 
     def __repr__(self) -> str:
-        """What Ray calls it, in errors that it raises and before what it prints."""
+        """Returns the actor's name, which Ray shows in errors and before its output."""
         return f"parameter server {self._index}"
 
     async def assign(self, values: Values) -> None:
-        """Give parts values."""
+        """Sets the values of parts."""
         for part, value in values.items():
             self._parts.setdefault(part, value).copy_(value)
 
     async def add(self, differences: Values) -> None:
-        """Add to buffers the mean of what all add in a step."""
+        """Adds differences to buffers. Floating-point differences are divided by ``replicas_to_aggregate``."""
         for part, difference in differences.items():
             if difference.is_floating_point():
                 difference = difference / self._replicas_to_aggregate
             self._parts[part].add_(difference)
 
     async def pull(self, known: dict[Part, int], worker: int | None) -> tuple[Values, dict[Part, int], dict[int, int]]:
-        """The parts whose versions are not those that are known, their versions (torch's, of the tensors), and how many
-        steps each optimizer has made.
+        """Returns the parts whose versions differ from ``known``.
 
         Args:
-            worker: who asks; without staleness it waits while a step lacks others' gradients beside its own.
+            known: by part, the version that the caller has.
+            worker: the worker that calls; None for the chief. If ``staleness`` is 0 and a step waits for others'
+                gradients in addition to this worker's, the call waits, too.
+
+        Returns:
+            The changed parts, their versions (torch's, of the tensors), and the number of steps of each optimizer.
         """
         while worker is not None and self._staleness < 1 and self._has_gradients_of(worker):
             self._waiting += 1
             await self._stepped.wait()
             self._waiting -= 1
         versions = {part: now for part, version in known.items() if (now := self._parts[part]._version) != version}
-        changed = Values({part: self._parts[part].clone() for part in versions})  # Ray sends it while others step
+        changed = Values({part: self._parts[part].clone() for part in versions})  # Ray may send it during other steps
         return changed, versions, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
 
     def _has_gradients_of(self, worker: int) -> bool:
         return any(giver == worker for optimizer in self._optimizers.values() for giver, _ in optimizer.waiting)
 
     async def rows(self, wanted: Values) -> Values:
-        """Rows of tables, numbered from the part's first."""
+        """Returns rows of tables. They are numbered from the part's first row."""
         return Values({part: self._parts[part].index_select(0, rows) for part, rows in wanted.items()})
 
     # -- optimizers --------------------------------------------------------------------------------------
 
     async def install(self, index: int, pickled: bytes) -> None:
-        """Make an optimizer over this server's parts of its parameters.
+        """Creates an optimizer over this server's parts of its parameters.
 
         Args:
             pickled: the optimizer, without state.
@@ -115,11 +119,11 @@ class Server:
     async def push(
         self, gradients: Values, index: int, settings: Settings, steps: list[int], worker: int | None
     ) -> None:
-        """Step with the mean of several gradients, when all have come.
+        """Adds gradients, and steps with their mean when all have arrived.
 
         Args:
-            steps: how many it had made, on each server, when the parameters were pulled.
-            worker: who gives them; None: the chief.
+            steps: the optimizer's number of steps on each server at the time of the pull.
+            worker: the worker that sends them; None for the chief.
         """
         optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
@@ -130,12 +134,12 @@ class Server:
             self._step(optimizer)
 
     def _step(self, optimizer: _Optimizer) -> None:
-        """Step with the mean of the gradients that wait."""
+        """Steps with the mean of the waiting gradients."""
         gradients, optimizer.waiting = [given for _, given in optimizer.waiting], []
         for part in set().union(*gradients):
             total = functools.reduce(operator.add, [given[part] for given in gradients if part in given])
             self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
-            increment_version(self._parts[part])  # which an optimizer that writes to ``data`` does not
+            increment_version(self._parts[part])  # an optimizer that writes to ``data`` does not increment it
         optimizer.inner.step()
         optimizer.inner.zero_grad()
         optimizer.steps += 1
@@ -143,17 +147,17 @@ class Server:
         self._stepped = asyncio.Event()
 
     async def flush(self, waiting: int) -> None:
-        """Step with the gradients that wait, though they are fewer, if so many workers wait for others'."""
+        """Steps with fewer gradients than usual if at least ``waiting`` workers wait for others' gradients."""
         for optimizer in self._optimizers.values():
             if optimizer.waiting and self._waiting >= waiting:
                 self._step(optimizer)
 
     async def state(self, index: int) -> dict[Part, dict[str, Any]]:
-        """The optimizer's state, by part."""
+        """Returns the optimizer's state, by part."""
         inner = self._optimizers[index].inner
         return {part: inner.state[own] for part, own in self._parts.items() if own in inner.state}
 
     async def set_state(self, state: Mapping[Part, Mapping[str, Any]], index: int) -> None:
-        """Replace the optimizer's state."""
+        """Replaces the optimizer's state."""
         inner = self._optimizers[index].inner
         inner.state = defaultdict(dict, {self._parts[part]: dict(entry) for part, entry in state.items()})

@@ -1,4 +1,4 @@
-"""The servers as the chief and the workers call them, and what comes of a call of any actor."""
+"""Calls of servers by the chief and the workers, and the results of calls of any actor."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.layout import Part, PlacedVariable
 
-_COLOURS = "\x1b\\[\\d+m"  # that Ray puts into tracebacks
+_COLOURS = "\x1b\\[\\d+m"  # ANSI colours in Ray's tracebacks
 
 
 class ActorLostError(Exception):
-    """An actor has ended. The text is which process it was, or that Ray has ended it to save memory."""
+    """Reports that an actor has ended. The message names the process, or that Ray ended it to save memory."""
 
 
 def result_of(answer: Any, raiser: str) -> Any:
-    """Wait for what an actor's method returns.
+    """Waits for the result of an actor's method, and returns it.
 
     Args:
-        raiser: what a traceback calls the method.
+        raiser: the method's name in a traceback.
 
     Raises:
-        BaseException: what the method has raised, its traceback there being its cause. What cannot be pickled, or not
-            be read here, is a RayError with all that was printed of it.
+        BaseException: the exception that the method raised, with its remote traceback as the cause. An exception that
+            cannot be pickled, or not be read here, is a RayError with its printed traceback.
         ActorLostError: the actor has ended.
     """
     trace = None
@@ -41,7 +41,7 @@ def result_of(answer: Any, raiser: str) -> Any:
         raised = ActorLostError(f"out of memory: {str(error).partition(chr(10))[0]}")
     except RayActorError as error:
         raised = ActorLostError(", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error))) or str(error))
-    raise raised from trace  # where no other error is handled, which it would keep, with all frames below
+    raise raised from trace  # outside of the except block, whose error would keep all its frames alive
 
 
 class Servers:
@@ -51,7 +51,7 @@ class Servers:
         actors: one for each index.
 
     Attributes:
-        variables: what is on them.
+        variables: the variables on the servers.
     """
 
     def __init__(self, actors: Sequence[Any]) -> None:
@@ -59,13 +59,13 @@ class Servers:
         self.variables: list[PlacedVariable] = []
 
     def send(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
-        """Call a method of servers, each with what is of its own parts, and with the same other arguments.
+        """Calls a method of servers, each with the values of its own parts and the same other arguments.
 
         Args:
-            to_all: call servers that have none of the parts, too.
+            to_all: whether servers without any of the parts are called, too.
 
         Returns:
-            What :meth:`receive` takes, at once.
+            The argument for :meth:`receive`, without waiting.
         """
         own = {index: type(by_part)() for index in range(len(self.actors) if to_all else 0)}
         for part, value in by_part.items():
@@ -73,10 +73,10 @@ class Servers:
         return {index: getattr(self.actors[index], method).remote(parts, *arguments) for index, parts in own.items()}
 
     def receive(self, sent: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait for the answers.
+        """Waits for the answers and returns them.
 
         Raises:
-            ServerLostError: one has ended.
+            ServerLostError: a server has ended.
         """
         answers = {}
         for index, answer in sent.items():
@@ -91,18 +91,18 @@ class Servers:
         return answers
 
     def ask(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
-        """:meth:`send`, and wait for the answers.
+        """Calls :meth:`send`, and waits for the answers.
 
         Raises:
-            ServerLostError: one has ended.
+            ServerLostError: a server has ended.
         """
         return self.receive(self.send(method, by_part, *arguments, to_all=to_all))
 
     def ask_all(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Call a method of all servers with the same arguments, and wait for the answers.
+        """Calls a method of all servers with the same arguments, and waits for the answers.
 
         Raises:
-            ServerLostError: one has ended.
+            ServerLostError: a server has ended.
         """
         return self.receive({i: getattr(actor, method).remote(*arguments) for i, actor in enumerate(self.actors)})
 

@@ -1,4 +1,4 @@
-"""The strategy of a training with parameter servers: what the scope makes is placed on them."""
+"""The strategy for training with parameter servers. It places the variables of the scope on the servers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ log = get_logger("mirrored")
 
 @dataclass(frozen=True)
 class PerWorkerDataset:
-    """What ``ClusterCoordinator.create_per_worker_dataset`` returns, or an iterator over it.
+    """The result of ``ClusterCoordinator.create_per_worker_dataset``, or an iterator over it.
 
-    Given to ``schedule``, it is the worker's own there.
+    As an argument of a scheduled function, it is the worker's own data or iterator.
     """
 
     reference: Reference
@@ -55,23 +55,26 @@ class PerWorkerDataset:
 
 
 class ParameterServerStrategy(OneDeviceStrategy):
-    """Variables live on servers, and workers compute the functions that a :class:`ClusterCoordinator` schedules.
+    """Stores variables on servers. Workers run the functions that a :class:`ClusterCoordinator` schedules.
 
-    What is made in the scope is placed on the servers when the next function is scheduled, whole in turn or cut along
-    dimension 0. The chief, which runs the script, has a copy, which is pulled when it is used: it evaluates and saves
-    as with one device.
+    Variables that are created in the scope are placed on the servers when the next function is scheduled: whole, in
+    turn, or split along dimension 0. The chief runs the script. It has a copy, which is pulled when it is used. So it
+    evaluates and saves as with one device.
 
-    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``: its tasks ``worker`` and ``ps`` run this script,
-    too, and leave it here (:mod:`mirrored.parameter_server.nodes`); an ``evaluator`` has one device and no servers.
-    Else workers and servers are started in the Ray cluster that ``RAY_ADDRESS`` names, else on this machine.
+    The cluster is described by ``cluster_resolver`` or ``TF_CONFIG``. Its tasks ``worker`` and ``ps`` also run this
+    script, and leave it here (:mod:`mirrored.parameter_server.nodes`). An ``evaluator`` has one device and no servers.
+    Without such a description, workers and servers are started in the Ray cluster of ``RAY_ADDRESS``, or on this
+    machine.
 
     Args:
-        variable_partitioner: cuts parameters; default: none is cut.
-        workers, servers: how many of each; default: as many as the cluster has tasks, else 2 and 1.
-        replicas_to_aggregate: step with the mean of so many gradients, as TensorFlow 1's ``SyncReplicasOptimizer``;
-            default: with each gradient as it comes.
-        staleness: then, how many steps old the parameters of a gradient may be; older gradients are dropped.
-        seed: see :class:`MirroredStrategy`. Workers have others.
+        variable_partitioner: splits parameters. Default: no parameter is split.
+        workers, servers: the numbers of workers and servers. Default: those of the cluster's tasks; without tasks, 2
+            and 1.
+        replicas_to_aggregate: the number of gradients whose mean is used in a step, as in TensorFlow 1's
+            ``SyncReplicasOptimizer``. Default: each gradient is a step, on arrival.
+        staleness: with ``replicas_to_aggregate``, the maximum age, in steps, of the parameters of a gradient. Older
+            gradients are dropped.
+        seed: see :class:`MirroredStrategy`. Each worker has another seed.
         startup_timeout_seconds: how long tasks wait for each other at the start.
 
     Attributes:
@@ -112,7 +115,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._lay_out = functools.partial(lay_out, turn=turn, partitioner=variable_partitioner)
         self.engine.records = True
         self._roots: list[nn.Module] = []
-        self._additions: list[Any] = []  # Ray's references to what workers need before the next call
+        self._additions: list[Any] = []  # Ray's references to objects that workers need before the next call
         rule = () if replicas_to_aggregate is None else (replicas_to_aggregate, staleness)
         self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, *rule) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
@@ -126,7 +129,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         return self._cluster.start(Worker, f"worker:{index}", index, self.workers, self._servers, self._seed)
 
     def await_worker(self, index: int) -> None:
-        """Wait until a worker is there, again if it was lost; its task may have to be started first."""
+        """Waits until a worker is ready, and restarts it if it was lost. Its task may have to be started first."""
         while True:
             try:
                 result_of(self._workers[index].__ray_ready__.remote(), f"worker {index}")
@@ -138,10 +141,10 @@ class ParameterServerStrategy(OneDeviceStrategy):
     # -- what the coordinator asks for -------------------------------------------------------------------
 
     def prepare(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-        """A function and its arguments as workers are sent them; what they need for it is placed before.
+        """Places new variables, and returns a pickled function with its arguments for a worker.
 
         Raises:
-            TypeError: something in it cannot be pickled.
+            TypeError: an object in it cannot be pickled.
         """
         self._place()
         if [module for root in self._roots for module in root.modules()] != self.replica.modules:
@@ -155,14 +158,14 @@ class ParameterServerStrategy(OneDeviceStrategy):
             ) from None
 
     def call(self, index: int, pickled: bytes, meanwhile: Callable[[], None]) -> Any:
-        """Let a worker call a function; returns what the function does, with tensors on the CPU.
+        """Calls a function on a worker, and returns its result, with tensors on the CPU.
 
         Args:
             meanwhile: is called every second.
 
         Raises:
-            ActorLostError: the worker was lost; :meth:`await_worker` starts another one in its place.
-            BaseException: what the function has raised.
+            ActorLostError: the worker was lost; :meth:`await_worker` starts another one instead.
+            BaseException: the exception that the function raised.
         """
         try:
             result = self._workers[index].call.remote(pickled, self._additions)
@@ -173,25 +176,28 @@ class ParameterServerStrategy(OneDeviceStrategy):
             self.replica.expire()
 
     def add_pipeline(self, dataset_fn: Any) -> PerWorkerDataset:
-        """See ``ClusterCoordinator.create_per_worker_dataset``."""
+        """Adds data for each worker; see ``ClusterCoordinator.create_per_worker_dataset``."""
         self._place()
         make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
         self._add("add_pipeline", references.dump(make, self._reference_of))
         return PerWorkerDataset(("dataset", len(self._additions) - 1))
 
     def flush(self, waiting: int = 0) -> None:
-        """Synchronous training: let servers step with what they have, if so many workers wait for others."""
+        """Makes servers step with the gradients that they have, if ``waiting`` workers wait for others.
+
+        It has an effect only in synchronous training.
+        """
         self._servers.ask_all("flush", waiting)
         self.replica.expire()
 
     # -- placing what the scope has made -----------------------------------------------------------------
 
     def _place(self) -> None:
-        """Place what is new, and assign what the script has written.
+        """Places new variables, and assigns the values that the script has written.
 
         Raises:
             RuntimeError: this is the evaluator.
-            Exception: something cannot be placed; until it is gone, always.
+            Exception: an object cannot be placed. Every call raises it until the object is removed.
         """
         if not self.workers:
             raise RuntimeError("this is the evaluator, which has no workers: ask mirrored.evaluation.is_evaluator")
@@ -215,7 +221,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             self._roots += roots
 
     def _add(self, method: str, *arguments: Any) -> None:
-        """Let every worker call one of its methods before the next function."""
+        """Makes every worker call one of its methods before the next function."""
         self._additions.append(ray.put((method, arguments)))
 
     def _reference_of(self, obj: Any) -> Reference | None:
@@ -230,7 +236,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
     # -- optimizers --------------------------------------------------------------------------------------
 
     def _index_of(self, optimizer: Optimizer) -> int:
-        """The index of an optimizer; one that is met for the first time is made on the servers."""
+        """Returns the index of an optimizer. A new optimizer is first created on the servers."""
         if optimizer in (optimizers := self.replica.optimizers):
             return optimizers.index(optimizer)
         index = len(optimizers)
@@ -266,7 +272,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
 
 def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int) -> int:
-    """How many workers or servers there are to be."""
+    """Returns the number of workers or servers."""
     tasks = resolver.cluster_spec()
     there = len(tasks.get(job, [])) if tasks else default
     if wanted is not None and wanted < 1:
@@ -277,7 +283,7 @@ def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int
 
 
 def _tables(models: Iterable[nn.Module]) -> set[int]:
-    """The ids of the weights that nothing but embeddings with ``sparse=True`` has."""
+    """Returns the ids of the weights that only embeddings with ``sparse=True`` use."""
     layers = [layer for model in models for layer in model.modules()]
     sparse = [layer for layer in layers if isinstance(layer, TABLES) and layer.sparse]
     for layer in sparse:

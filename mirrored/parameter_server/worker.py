@@ -1,4 +1,4 @@
-"""A worker: calls the functions that the coordinator sends, with its own copies of what the scope has made."""
+"""A worker, which runs the coordinator's functions with its own copies of the objects of the scope."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _index: int | None = None
 
 
 def current_worker_index() -> int | None:
-    """The index of the worker that this process is; None elsewhere."""
+    """Returns the index of this process's worker, or None in other processes."""
     return _index
 
 
 class Worker:
-    """See above; an actor of Ray, made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`.
+    """A worker, an actor of Ray that :class:`mirrored.parameter_server.strategy.ParameterServerStrategy` creates.
 
     Args:
         index: from 0.
-        workers: how many there are.
-        servers: where variables are.
-        seed: of the chief's random numbers; those of workers differ.
+        workers: the number of workers.
+        servers: the servers that store the variables.
+        seed: the seed of the chief's random numbers. Each worker's seed differs.
     """
 
     def __init__(self, index: int, workers: int, servers: Servers, seed: int | None) -> None:
@@ -46,19 +46,19 @@ class Worker:
         self._made: dict[Reference, Any] = {("strategy", 0): self._strategy, ("coordinator", 0): None}
 
     def add_variables(self, variables: Sequence[PlacedVariable]) -> None:
-        """Make this worker's copies of variables, without values yet."""
+        """Creates this worker's copies of variables, without values yet."""
         self._replica.add(variables, [variable.allocate() for variable in variables])
 
     def add_models(self, pickled: bytes) -> None:
-        """Make this worker's copies of models, the outermost modules."""
+        """Creates this worker's copies of models, the outermost modules."""
         self._replica.watch(references.load(pickled, self._resolve))
 
     def add_optimizer(self, pickled: bytes) -> None:
-        """Make this worker's copy of an optimizer."""
+        """Creates this worker's copy of an optimizer."""
         self._replica.adopt(references.load(pickled, self._resolve))
 
     def add_pipeline(self, pickled: bytes) -> None:
-        """Keep what ``create_per_worker_dataset`` was given until its data are asked for."""
+        """Stores the argument of ``create_per_worker_dataset`` until its data are used."""
         self._made[("pipeline", self._added)] = pickled
 
     def _resolve(self, reference: Reference) -> Any:
@@ -78,21 +78,21 @@ class Worker:
     def _iterate(self, index: int) -> Any:
         data = self._resolve(("dataset", index))
         if (iterator := iter(data)) is data:
-            del self._made[("dataset", index)]  # it can be used once: another iterator is one over new data
+            del self._made[("dataset", index)]  # it can be used only once: another iterator needs new data
         return iterator
 
     def call(self, pickled: bytes, additions: Sequence[ray.ObjectRef[Any]]) -> bytes:
-        """Call a function.
+        """Calls a function.
 
         Args:
             pickled: the function, its arguments and keyword arguments, and the conditions of the chief.
-            additions: the calls of this worker's methods ``add_…`` that come before.
+            additions: the calls of this worker's methods ``add_…`` that must run before.
 
         Returns:
-            What it returned, pickled, with tensors on the CPU.
+            The pickled result, with tensors on the CPU.
 
         Raises:
-            Exception: what the function has raised.
+            Exception: the exception that the function raised.
         """
         for method, arguments in ray.get(additions[self._added :]):
             getattr(self, method)(*arguments)

@@ -1,7 +1,7 @@
-"""``mirrored new``: a project to begin with, that trains, tests itself, and has files for CI and a container.
+"""``mirrored new``: creates a project with a training script, a test, and files for CI and a container.
 
-Its files lie in ``project/`` beside this module. Each has ``-tpl`` behind its name, so that no tool takes it for one of
-this package's own.
+The project's files are in ``project/`` next to this module. Each name ends in ``-tpl``, so that no tool treats the file
+as part of this package.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ _NAME = re.compile(r"[A-Za-z0-9]+([._-][A-Za-z0-9]+)*")
 
 
 def create(folder: str) -> list[str]:
-    """Write the project into a new or empty folder, whose name becomes the project's.
+    """Writes the project into a new or empty folder. The folder's name becomes the project's name.
 
     Returns:
-        the names of its files, relative to the folder, in order.
+        The names of its files, relative to the folder, in order.
 
     Raises:
-        ValueError: the folder's name cannot be that of a project, or the folder is not empty. Nothing was written.
-        OSError: the system does not let it write there.
+        ValueError: the folder's name is not a valid project name, or the folder is not empty or is a file. Nothing was
+            written.
+        OSError: the operating system does not permit writing there.
     """
     path = pathlib.Path(folder)
     name = path.resolve().name

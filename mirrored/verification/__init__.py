@@ -1,9 +1,9 @@
-"""Is N towers the same as one? Records a script's steps on both, compares them, and names the cause of a difference.
+"""Checks that N towers compute the same as one: records a script on both, compares the steps, and explains differences.
 
-Inside the towers of a run: ``record`` (hooks, and when the script ends), ``watch`` (calls of torch), ``loss_graph``,
-``draws`` (random numbers), ``padding``, ``interventions`` (what a run changes); a ``trace`` of each tower comes back.
-Afterwards: ``compare`` (where two runs differ), ``causes`` (what traces show by themselves), ``explain`` (further runs
-that prove a cause), ``proven_causes``, ``report``. ``verify`` puts these together.
+Inside the towers of a run: ``record`` (hooks, and the end of the script), ``watch`` (calls of torch), ``loss_graph``,
+``draws`` (random numbers), ``padding``, ``interventions`` (changes of a run). Each tower returns a ``trace``.
+Afterwards: ``compare`` (differences between two runs), ``causes`` (causes that traces show), ``explain`` (further runs
+that prove a cause), ``proven_causes``, ``report``. ``verify`` combines these.
 """
 
 from mirrored.verification.report import Cause, Explanation, VerificationReport

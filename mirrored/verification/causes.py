@@ -1,4 +1,4 @@
-"""The causes that traces show by themselves: failures, towers that differ from each other, other examples, buffers."""
+"""The causes that traces alone show: failures, towers that differ from each other, other examples, buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ON_ALL_TOWERS = (
 
 
 def failure(comparison: RunComparison) -> Explanation | None:
-    """The script ended in an exception in one run or in both."""
+    """Explains that the script raised an exception in one run or in both."""
     one, many = comparison.one, comparison.many
     if comparison.cut_short:
         return None
@@ -77,7 +77,7 @@ def failure(comparison: RunComparison) -> Explanation | None:
 
 
 def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
-    """The script fails on so many towers only where it is recorded: that is no fault of the script."""
+    """Explains that the script fails on this number of towers only while it is recorded, so it is not at fault."""
     return Explanation(
         Cause.FAILS_WHEN_WATCHED,
         f"this script cannot be compared. It runs on {plural(towers, 'tower')}, but not while verify watches its "
@@ -91,7 +91,7 @@ def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
 
 
 def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
-    """The script does not train, or does not use the towers."""
+    """Explains that the script does not train, or does not use the towers."""
     one, many = comparison.one, comparison.many
     if not one.steps and not one.results and not any(trace.steps for trace in many):
         return nothing_compared(one)
@@ -105,7 +105,7 @@ def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
 
 
 def nothing_compared(one: Trace) -> Explanation:
-    """No difference was found, but there was no step to compare."""
+    """Explains that no difference was found, but that there was no step to compare."""
     what = "no step was compared: the script makes no step of an optimizer"
     if any(call.trained for call in one.calls):
         what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
@@ -120,7 +120,7 @@ def nothing_compared(one: Trace) -> Explanation:
 
 
 def drift(many: Sequence[Trace]) -> Explanation | None:
-    """The towers' parameters differ from each other; with several towers that is always a mistake."""
+    """Explains that the towers' parameters differ from each other, which is always an error."""
     for at, steps in enumerate(zip(*(trace.steps for trace in many), strict=False)):
         entering = [next((call.parameters for call in trace.calls if call.steps == at), {}) for trace in many]
         before = [step.before for step in steps]
@@ -143,7 +143,10 @@ def drift(many: Sequence[Trace]) -> Explanation | None:
 
 
 def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) -> Explanation:
-    """Parameters differ since the beginning of the ``run``, before the optimizer's ``step``, or after it (``end``)."""
+    """Explains that parameters differ since the ``moment`` of step ``at``.
+
+    The moment is the start of the ``run``, before the optimizer's ``step``, or after it (``end``).
+    """
     if moment == "end":
         steps = [trace.steps[at] for trace in many]
         gradients = [{name: step.gradients.get(name) for name in names} for step in steps]
@@ -162,7 +165,7 @@ def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) 
 
 
 def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] | None = None) -> Explanation | None:
-    """Some towers alone have written to a parameter (to one of ``names``) after step ``at``."""
+    """Explains that only some towers have written to a parameter (or to one of ``names``) after step ``at``."""
     writers: dict[tuple[str, int | None], list[int]] = {}
     for tower, trace in enumerate(many):
         for parameter, line in {(write.what, write.line) for write in trace.writes if write.steps == at}:
@@ -181,7 +184,7 @@ def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] |
 
 
 def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
-    """The model that all towers evaluate is not the same on each; one that only some towers evaluate is theirs."""
+    """Explains that a model that all towers evaluate differs between them. Models of only some towers may differ."""
     for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
         models = [
             {name: digests for (at, name), digests in trace.evaluated_models.items() if at == steps} for trace in many
@@ -203,7 +206,7 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
 
 
 def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
-    """The loss compares the examples of a batch with each other: those of a share only with each other."""
+    """Explains that the loss compares the examples of a batch in pairs, but on several towers only within a share."""
     for line, examples in many.pairs.items():
         if one.pairs.get(line, examples) != examples:
             return Explanation(
@@ -218,7 +221,7 @@ def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
 
 
 def shared_stream(many: Sequence[Trace]) -> Explanation | None:
-    """All towers draw the same random numbers for different examples."""
+    """Explains that all towers draw the same random numbers for different examples."""
     for calls in zip(*(trace.calls for trace in many), strict=False):
         if not all(call.trained for call in calls):
             continue  # evaluations may start from one seed on purpose
@@ -248,12 +251,12 @@ def _size(call: RunCall) -> int:
 
 
 def other_start(one: Trace, again: Trace) -> bool:
-    """Whether two runs on one tower do not begin their first step with the same parameters."""
+    """Returns whether two runs on one tower start their first step with different parameters."""
     return any(step.before != other.before for step, other in zip(one.steps[:1], again.steps, strict=False))
 
 
 def other_data(comparison: RunComparison) -> Explanation | None:
-    """The towers' shares together are not one tower's batch."""
+    """Explains that the towers' shares together are not one tower's batch."""
     towers = len(comparison.many)
     for call, shares in comparison.training_calls():
         if not all(each.trained and each.examples_come_first for each in (call, *shares)):
@@ -302,7 +305,7 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
 
 
 def data_compared(comparison: RunComparison, at: int) -> bool:
-    """Whether the examples given to ``run`` for step ``at`` could be compared."""
+    """Returns whether the examples in the arguments of ``run`` for step ``at`` could be compared."""
     for call, shares in comparison.training_calls():
         if call.steps == at:
             calls = (call, *shares)
@@ -312,7 +315,7 @@ def data_compared(comparison: RunComparison, at: int) -> bool:
 
 
 def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
-    """The buffers that are not one tower's after step ``at``."""
+    """Explains which buffers differ from one tower's after step ``at``."""
     names = comparison.buffers_beyond(at)
     if not names:
         return None
@@ -333,7 +336,7 @@ def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
 
 
 def _together(one: Sketch, sketches: Sequence[Sketch]) -> str:
-    """How the towers' values make one tower's, if they do."""
+    """Returns how the towers' values combine to one tower's, or ""."""
     sums = [sum(column) for column in zip(*(sketch.sample for sketch in sketches), strict=False)]
     for what, values in (("sum", sums), ("mean", [value / len(sketches) for value in sums])):
         if len(values) == len(one.sample) and all(

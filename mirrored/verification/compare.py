@@ -1,8 +1,9 @@
-"""Compares a run on N towers with one on one tower: step by step, and what ``reduce`` and ``gather`` return.
+"""Compares a run on N towers with one on one tower: each step, and the results of ``reduce`` and ``gather``.
 
-[Note: gradients of rounding alone] An optimizer that divides by the gradient's size (Adam) makes whole steps of
-gradients that are rounding errors alone, such as those of a bias before a batch norm or of an attention's bias for its
-keys. Their directions mean nothing, so parameters are not compared where gradients are that small and differ.
+[Note: gradients of rounding alone] An optimizer that divides by the gradient's size (Adam) makes full steps even for
+gradients that are only rounding errors. Examples are the gradients of a bias before a BatchNorm, or of an attention's
+bias for its keys. Their directions are arbitrary. So parameters are not compared if their gradients are that small and
+differ.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from mirrored.verification.trace import Loss, Result, RunCall, Sketch, Step, Trace
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
-_COARSE = 1e-3  # half precision, and autocast: more is usual, and then shown to be rounding by a further run
+_COARSE = 1e-3  # for half precision and autocast; a further run shows whether larger differences are rounding
 _RATES = 1e-9  # learning rates have no rounding errors
 
-_NOISE = 1e-6  # of the largest root mean square among the gradients: below, one is rounding alone
-_SMALL = 1e-2  # a difference is relative to no less than this fraction of the model's root mean square
+_NOISE = 1e-6  # of the largest root mean square among the gradients; below it, a gradient is only rounding
+_SMALL = 1e-2  # a difference is relative to at least this fraction of the model's root mean square
 
-# Differences up to so many times those that rounding makes on one tower are rounding. With half precision and autocast
-# every step of both runs is rounded visibly, not a few steps by chance.
+# Differences up to this multiple of the rounding differences on one tower count as rounding. With half precision and
+# autocast, every step of both runs is visibly rounded, not only a few steps by chance.
 _MARGIN, _HALF_MARGIN = 10.0, 5.0
 
 _ORDER = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3, "buffer": 4}
@@ -30,13 +31,13 @@ _ORDER = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter":
 
 @dataclasses.dataclass(frozen=True)
 class RunDifference:
-    """The first place where two runs differ.
+    """The first difference between two runs.
 
     Attributes:
-        step: index of the step.
-        kind: "loss", "gradient", "learning rate", "parameter", "buffer" or "steps" (one run has made no more).
+        step: the index of the step.
+        kind: "loss", "gradient", "learning rate", "parameter", "buffer" or "steps" (one run has fewer steps).
         where: the tensor that differs most, or "".
-        amount: relative to one tower's value.
+        amount: the difference relative to one tower's value.
     """
 
     step: int
@@ -46,7 +47,7 @@ class RunDifference:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The order of differences: the one that comes first has the smaller place."""
+        """The position in the order of differences. The first difference has the smallest position."""
         return self.step, _ORDER[self.kind]
 
 
@@ -57,11 +58,11 @@ class ComparedStep:
     Attributes:
         step: its index.
         optimizer: its number and class.
-        loss: (on one tower, on N together); None where it is not known.
-        gradients, parameters: the largest relative difference, and of which tensor; None where a run ended in the step.
-        difference: the first one of this step, if there is one.
+        loss: (on one tower, on N together); None if unknown.
+        gradients, parameters: the largest relative difference and its tensor; None if a run ended in the step.
+        difference: the first difference of this step, or None.
         amounts: the largest difference of each kind.
-        rounding: whether a difference is beyond the tolerance, but no larger than rounding makes it.
+        rounding: whether a difference exceeds the tolerance, but not the effect of rounding.
     """
 
     step: int
@@ -76,20 +77,20 @@ class ComparedStep:
 
 @dataclasses.dataclass(eq=False)
 class RunComparison:
-    """One tower's run beside that on N. Use ``dataclasses.replace`` for another comparison of the same kind.
+    """A run on one tower and a run on N towers. Use ``dataclasses.replace`` for another comparison of the same kind.
 
     Attributes:
         one: the trace of the single tower.
         many: the traces of the N towers.
-        tolerance: largest relative difference that counts as equal.
-        exact: every bit counts.
-        perturbed: the trace of a single tower whose numbers were moved by rounding: differences that are not well above
-            those between its run and the undisturbed one do not count.
+        tolerance: the largest relative difference that counts as equal.
+        exact: whether every bit counts.
+        perturbed: the trace of a single tower whose numbers were changed by rounding errors. Differences count only if
+            they are well above those between this run and the undisturbed one.
         without: names of buffers that do not count.
         usual: the tolerance for the parameters' dtype.
-        margin: how many times what rounding makes is still rounding.
+        margin: the multiple of the effect of rounding that still counts as rounding.
         rows: the steps that both runs have made.
-        first: the first difference, if there is one.
+        first: the first difference, or None.
     """
 
     one: Trace
@@ -120,16 +121,16 @@ class RunComparison:
             self.first = RunDifference(min(made), "steps", "", math.inf)
 
     def training_calls(self) -> Iterator[tuple[RunCall, list[RunCall]]]:
-        """The calls of ``run`` that called backward, side by side: (on one tower, on each of N)."""
+        """Yields the calls of ``run`` with a backward, in pairs: (on one tower, on each of N)."""
         for call, *shares in zip(self.one.calls, *(trace.calls for trace in self.many), strict=False):
             if call.trained:
                 yield call, shares
 
     @property
     def cut_short(self) -> bool:
-        """Whether the script ended in an exception only because its loop was ended after the last step to be compared.
+        """Whether the script raised an exception only because its loop was ended after the last step to be compared.
 
-        Such a script did not get what it expects of a whole epoch, at the same line on one tower and on N.
+        Such a script did not get the results of a full epoch. It fails at the same line on one tower and on N.
         """
         raised = self.one.raised
         if raised is None or not all(trace.cut for trace in (self.one, *self.many)):
@@ -156,7 +157,7 @@ class RunComparison:
         buffer = max(self._buffers(one, many[0]), default=(0.0, ""))
         rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
         differences = {
-            # With equal gradients the loss that is read differs, not the training.
+            # With equal gradients, only the reported loss differs, not the training.
             "loss": (loss if self.exact or gradients[0] > self.tolerance else 0.0, ""),
             "gradient": gradients,
             "learning rate": (rates, ""),
@@ -170,20 +171,20 @@ class RunComparison:
         return ComparedStep(at, one.optimizer, (alone, together), gradients, parameters, difference, amounts, rounding)
 
     def _buffers(self, one: Step, many: Step) -> list[tuple[float, str]]:
-        """How much each buffer differs that both runs have; each by itself, since they have no common size.
+        """Returns the difference of each buffer of both runs, relative to itself. Buffers have no common size.
 
-        A module may be called on some towers alone, or later than on others.
+        A module may be called only on some towers, or later than on others.
         """
         names = sorted(one.buffers.keys() & many.buffers.keys() - self.without)
         return [(self._largest({n: one.buffers[n]}, {n: many.buffers[n]})[0], n) for n in names]
 
     def buffers_beyond(self, at: int) -> list[str]:
-        """The buffers that differ after step ``at`` by more than the tolerance and rounding."""
+        """Returns the buffers whose differences after step ``at`` exceed the tolerance and rounding."""
         limit = self._limit("buffer", at)
         return [name for amount, name in self._buffers(self.one.steps[at], self.many[0].steps[at]) if amount > limit]
 
     def _limit(self, kind: str, at: int) -> float:
-        """The largest difference of a kind that does not count at a step."""
+        """Returns the largest difference of a kind that does not count at a step."""
         if self.exact:
             return 0.0
         if kind == "learning rate":
@@ -197,7 +198,7 @@ class RunComparison:
         many: Mapping[str, Sketch | None],
         without: Mapping[str, Collection[int]] | None = None,
     ) -> tuple[float, str]:
-        """The largest relative difference among tensors, and which one has it; ``without`` some sampled elements."""
+        """Returns the largest relative difference among tensors, and its tensor, ``without`` some sampled elements."""
         size = _size_of(one)
         ignored = without if without is not None and not self.exact else {}
         worst = (0.0, "")
@@ -208,9 +209,10 @@ class RunComparison:
         return worst
 
     def _amount(self, one: Sketch | None, many: Sketch | None, size: float, ignored: Collection[int]) -> float:
-        """The distance of a tensor from one tower's, relative to its norm or a fraction of ``size`` in each element.
+        """Returns the distance of a tensor from one tower's, relative to its norm or ``size``.
 
-        Two tensors that are not finite do not differ.
+        The fraction ``_SMALL`` of ``size`` per element is used if it is larger than the norm. Two non-finite tensors do
+        not differ.
         """
         if one is None or many is None:
             return 0.0 if one is many else math.inf
@@ -225,7 +227,7 @@ class RunComparison:
         return distance / scale if scale else math.inf if distance else 0.0
 
     def _note_noise(self, one: Step, many: Step) -> None:
-        """Note the sampled elements that differ and whose gradients are rounding alone; see the note above."""
+        """Notes the sampled elements that differ and whose gradients are only rounding; see the note above."""
         size = _size_of(one.gradients)
         for name, sketch in one.gradients.items():
             other = many.gradients.get(name)
@@ -236,7 +238,7 @@ class RunComparison:
 
 
 def compare(one: Trace, many: Sequence[Trace], tolerance: float | None = None, exact: bool = False) -> RunComparison:
-    """Compare a run on one tower with one on N, within the usual tolerance if none is given."""
+    """Compares a run on one tower with one on N towers, within ``tolerance`` or by default the usual one."""
     return RunComparison(one, many, _usual_tolerance_of(one) if tolerance is None else tolerance, exact)
 
 
@@ -246,24 +248,24 @@ def _usual_tolerance_of(one: Trace) -> float:
 
 
 def usual_tolerance(dtype: str) -> float:
-    """The largest relative difference of two numbers of a dtype that counts as rounding, unless more is shown."""
+    """Returns the largest relative difference of two numbers of a dtype that counts as rounding by default."""
     return _TOLERANCES.get(dtype, _COARSE)
 
 
 def _size_of(tensors: Mapping[str, Sketch | None]) -> float:
-    """The largest root mean square among tensors that are finite."""
+    """Returns the largest root mean square among the finite tensors."""
     return max((s.rms for s in tensors.values() if s is not None and math.isfinite(s.norm)), default=0.0)
 
 
 def _is_integer(dtype: str) -> bool:
-    """Whether numbers of a dtype have no rounding errors."""
+    """Returns whether numbers of a dtype have no rounding errors."""
     return dtype.startswith(("int", "uint", "bool"))
 
 
 def relative(one: float, many: float, scale: float | None = None) -> float:
-    """The difference of two numbers relative to ``scale``, or else to the larger one.
+    """Returns the difference of two numbers relative to ``scale``, or by default to the larger number.
 
-    0 for two NaN; infinite where the difference or the scale is no number to divide by.
+    The result is 0 for two NaN, and infinite if the difference is not finite or the scale cannot divide it.
     """
     if one == many or (math.isnan(one) and math.isnan(many)):
         return 0.0
@@ -273,10 +275,10 @@ def relative(one: float, many: float, scale: float | None = None) -> float:
 
 
 def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:
-    """The loss whose gradient the towers' averaged gradients are, all backwards of a step together.
+    """Returns the loss whose gradient the averaged gradients are, for all backwards of a step together.
 
-    Shares of the global mean (``compute_average_loss``) add up, others are averaged as gradients are. None where
-    one loss mixes both, or the towers have made different numbers of backwards.
+    Shares of the global mean (``compute_average_loss``) are added up. Other losses are averaged, as gradients are. The
+    result is None if a loss mixes both, or if the towers' numbers of backwards differ.
     """
     if len({len(losses) for losses in towers}) != 1 or not towers[0]:
         return None
@@ -296,14 +298,14 @@ _Line = tuple[str, int | None]
 
 
 def differing_result(comparison: RunComparison, again: Trace | None = None) -> tuple[Result, Result] | None:
-    """The first result that differs: (on one tower, on N).
+    """Returns the first result that differs, as (on one tower, on N), or None.
 
-    Differences are relative to the largest value that this line of the script has got at this index. Integers must be
-    equal, and a value of fewer digits than the parameters have is compared as far as it goes. A gather that returns
-    N times as many entries as on one tower gathers one from each tower, as it should.
+    Differences are relative to the largest value of this line of the script at this index. Integers must be equal. A
+    value with fewer digits than the parameters is compared to its precision. A gather that returns N times as many
+    entries as on one tower is correct if it gathers one from each tower.
 
     Args:
-        again: the trace of a further run on one tower; lines whose results differ there (times, for example) do not
+        again: the trace of a further run on one tower. Lines whose results differ there (times, for example) do not
             count.
     """
     one, many = comparison.one.results, comparison.many[0].results
@@ -320,7 +322,7 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
     for first, second in zip(one, again.results if again is not None else [], strict=False):
         if first.count != second.count or any(amount > comparison.tolerance for amount in amounts(first, second)):
             unsteady.add(_line(first))
-    rounding: defaultdict[_Line, dict[int, float]] = defaultdict(dict)  # the largest, by the number of steps before
+    rounding: defaultdict[_Line, dict[int, float]] = defaultdict(dict)  # the largest, by steps before
     for alone, perturbed in zip(one, (comparison.perturbed or comparison.one).results, strict=False):
         by_steps = rounding[_line(alone)]
         by_steps[alone.steps] = max(by_steps.get(alone.steps, 0.0), *amounts(alone, perturbed), 0.0)

@@ -1,11 +1,11 @@
-"""Random numbers that a script draws in ``run``: recorded, and made the same on any number of towers.
+"""Random numbers that a script draws in ``run``: recorded, and made equal on any number of towers.
 
-[Note: random numbers in a comparison] Dropout draws other masks on N towers than on one, as it should, so it is left
-out; the place where it would have drawn is recorded, to find towers that share a stream. Other random numbers in
-``run`` (the noise of a GAN or an autoencoder) are replaced by a slice of the numbers that one tower draws for the
-global batch. The run on N towers knows the shapes of those: a tensor of the same shape takes all numbers, one that is
+[Note: random numbers in a comparison] Dropout correctly draws other masks on N towers than on one, so it is left out.
+The position of the draw is recorded, to find towers that share a random stream. Other random numbers in ``run`` (the
+noise of a GAN or an autoencoder) are replaced by a slice of the numbers that one tower draws for the global batch. The
+run on N towers knows the shapes of these numbers. A tensor of the same shape takes all numbers. A tensor that is
 smaller in a single dimension, as the share is smaller than the batch, takes its slice of that dimension. A script whose
-generators move in any other way cannot be compared.
+generators change in any other way cannot be compared.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ DRAWING = {
     *("rand_like", "randn_like", "randint_like"),
     *("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
 }
-"""The functions and methods of torch that draw from its generators, without dropout."""
+"""The functions and methods of torch that draw from its generators, except dropout."""
 
 
 def generator_state(device: torch.device) -> str:
-    """A digest of the state of torch's generators."""
+    """Returns a digest of the state of torch's generators."""
     of_device = [accelerator.get_rng_state(device)] if device.type != "cpu" else []
     return digest_of(torch.cat([torch.get_rng_state(), *of_device]))
 
 
 def other_generators() -> dict[str, int]:
-    """A hash of the state of Python's and NumPy's generators."""
+    """Returns hashes of the states of Python's and NumPy's generators."""
     numpy = trees.leaves(np.random.get_state(legacy=False))
     words = tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy)
     return {"Python's random": hash(random.getstate()), "numpy.random": hash(words)}
 
 
 def shapes_of(one: Trace) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The shapes of what one tower has drawn, as :attr:`Interventions.shapes`."""
+    """Returns the shapes of one tower's draws, as :attr:`Interventions.shapes`."""
     draws = (((i, j), draw) for i, call in enumerate(one.calls) for j, draw in enumerate(call.draws))
     return {key: draw.shape for key, draw in draws if not draw.dropout}
 
 
 class GlobalDraw(NamedTuple):
-    """Random numbers of the global batch, and the tower that is to get a slice of them.
+    """Random numbers of the global batch, and the tower that receives a slice of them.
 
     Attributes:
-        key: tells this draw from others; equal on all towers and in both runs.
-        shape: the shape of what one tower draws here; None where it draws nothing.
-        shares: how many examples (this tower, all towers) have in each batch at hand.
-        tower, towers: this tower's index, and their number.
+        key: identifies this draw; equal on all towers and in both runs.
+        shape: the shape of one tower's draw here; None if one tower does not draw.
+        shares: the numbers of examples (this tower, all towers) in each batch in use.
+        tower, towers: this tower's index, and the number of towers.
     """
 
     key: Sequence[object]
@@ -69,7 +69,7 @@ class GlobalDraw(NamedTuple):
 
 
 def _slices_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | None:
-    """The slice of one tower's numbers that a tensor of this shape takes; None where that is not known."""
+    """Returns the slice of one tower's numbers for a tensor of this shape, or None if it is unknown."""
     if draw.shape is None or len(draw.shape) != len(shape):
         return None
     differing = [d for d, (full, local) in enumerate(zip(draw.shape, shape, strict=True)) if full != local]
@@ -83,7 +83,7 @@ def _slices_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | No
     for local, total in draw.shares:
         start, end = bounds(total, draw.towers, draw.tower)
         if total and end - start == local and full % total == 0 and shape[d] * total == full * local:
-            times = full // total  # numbers for each example, one example after the other
+            times = full // total  # numbers per example, one example after another
             slices[d] = slice(start * times, end * times)
             return tuple(slices)
     return None
@@ -93,15 +93,15 @@ def _slices_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | No
 def draw_as_one_tower(
     name: str, result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], draw: GlobalDraw
 ) -> bool:
-    """Overwrite what a function has drawn by this tower's slice of what one tower draws for the whole batch.
+    """Overwrites a function's draw with this tower's slice of one tower's draw for the whole batch.
 
     Args:
         name, args, kwargs: the call; its name is in ``DRAWING``.
         result: its result.
 
     Returns:
-        Whether these are the right numbers for certain. They are not where one tower draws nothing of that shape, and
-        ``result`` stays as it was, nor where it draws several numbers for each example, whose order is a guess.
+        Whether the numbers are certainly correct. They are not if one tower does not draw such a shape; then ``result``
+        is unchanged. They are also not if it draws several numbers per example, whose order is a guess.
     """
     slices = _slices_of(result.shape, draw)
     if slices is None or draw.shape is None:
@@ -131,7 +131,7 @@ def draw_as_one_tower(
 
 
 def _limits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """``low`` and ``high`` of ``randint`` and ``randint_like``."""
+    """Returns ``low`` and ``high`` of ``randint`` and ``randint_like``."""
     numbers = [value for value in args if isinstance(value, int)]
     high = kwargs["high"] if "high" in kwargs else numbers.pop()
     low = kwargs["low"] if "low" in kwargs else numbers.pop() if numbers else 0

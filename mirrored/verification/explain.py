@@ -1,18 +1,18 @@
-"""Finds the causes of a difference; a cause that the traces do not show is proven by a run with one thing changed.
+"""Finds the causes of a difference. A cause that traces do not show is proven with a run in which one thing is changed.
 
-[Note: a cause is an intervention that helps] Ratios mislead, so a suspect is tried: in a further run the losses are
-multiplied, batch norms take all towers' statistics, or the learning rates are one tower's. If the first difference goes
-away or moves to a later step, the cause is proven, and the search goes on from there; so several mistakes in one script
-are all found. A mean over tokens is multiplied by its own divisor, which its autograd graph holds, over the sum of all
-towers' divisors. Shares are padded as one tower's batch is, with the number in which most of its examples end. What a
-script does to gradients that are not averaged yet (clipping in ``no_sync``, hooks) is left out of a run on one tower
-and of one on N. Facts (a parameter that no scope mirrored, examples that no tower got, generators in the same state)
-need no further run.
+[Note: a cause is an intervention that helps] Ratios of values are misleading, so each suspected cause is tested. In a
+further run, the losses are multiplied, BatchNorm layers use all towers' statistics, or the learning rates are one
+tower's. If the first difference disappears or moves to a later step, the cause is proven, and the search continues from
+there. So several mistakes in one script are all found. A mean over tokens is multiplied by its own divisor, read from
+its autograd graph, over the sum of all towers' divisors. Shares are padded like one tower's batch, with the number in
+which most of its examples end. Changes of gradients that are not averaged yet (clipping in ``no_sync``, hooks) are left
+out of a run on one tower and of one on N. Facts (a parameter that no scope mirrored, examples that no tower received,
+generators in the same state) need no further run.
 
-[Note: what is compared] Buffers are compared where both runs have them in a ``state_dict``, each relative to its own
-size; a buffer that differs is reported, and the comparison goes on without it. Models that all towers evaluate are
-compared between the towers. A script that fails is run once more with nothing recorded, so that what only recording
-breaks is not blamed on it.
+[Note: what is compared] Buffers are compared if both runs have them in a ``state_dict``, each relative to its own size.
+A buffer that differs is reported, and the comparison continues without it. Models that all towers evaluate are compared
+between the towers. A script that fails is run once more without recording, so that errors caused by recording are not
+attributed to the script.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _MOST_MISTAKES = 4
 
 _ROUNDED = ("loss", "gradient", "parameter", "buffer")
 
-_BEYOND_ROUNDING = 100.0  # times the tolerance: two runs on one tower that differ by more do not differ by rounding
+_BEYOND_ROUNDING = 100.0  # times the tolerance: a larger difference of two runs on one tower is not rounding
 
 Rerun = Callable[[int, Interventions], Sequence[Trace] | None]
-"""Runs the script on so many towers once more, with interventions; None where it fails then."""
+"""Runs the script again on a number of towers, with interventions. Returns the traces, or None if the script fails."""
 
 _NONE = Interventions()
 
 
 def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
-    """All causes that are found, in the order in which they take effect, and the comparison that shows them.
+    """Returns all causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
-        strict: one tower and N, as the user asked for it.
+        strict: the comparison of one tower with N that the user requested.
         rerun: runs the script again.
     """
     one, many = strict.one, strict.many
@@ -72,7 +72,7 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
     buffers = any(explanation.cause is Cause.BUFFER for explanation in explanations)
     if (comparison.first is not None or buffers) and (unsteady := _not_reproducible(one, rerun)) is not None:
         return shown, [unsteady] if buffers else [*explanations, unsteady]
-    if comparison.first is not None:  # where buffers differ it may well be their effect
+    if comparison.first is not None:  # differences of buffers may be its effect
         return shown, explanations if buffers else [*explanations, _unexplained(comparison, explanations, tried)]
     explanations += _known(causes.evaluated_drift(many) or _reported(comparison, explanations, rerun))
     if explanations:
@@ -91,23 +91,23 @@ def _known(explanation: Explanation | None) -> list[Explanation]:
 
 
 def _alone(rerun: Rerun, interventions: Interventions) -> Trace | None:
-    """The trace of a further run on one tower; None where it fails."""
+    """Returns the trace of a further run on one tower, or None if it fails."""
     traces = rerun(1, interventions)
     return traces[0] if traces else None
 
 
 def _beside_rounding(comparison: RunComparison, rerun: Rerun, interventions: Interventions) -> RunComparison:
-    """The comparison, beside a run that was moved by rounding where that might explain the difference."""
+    """Returns the comparison, with a run that was changed by rounding errors if these might explain the difference."""
     if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.perturbed is not None:
         return comparison
     perturbed = _alone(rerun, dataclasses.replace(interventions, rounding=True))
     if perturbed is None or causes.other_start(comparison.one, perturbed):
-        return comparison  # which does not measure rounding
+        return comparison  # the run does not measure rounding
     return dataclasses.replace(comparison, perturbed=perturbed)
 
 
 def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: Rerun) -> Explanation | None:
-    """What is wrong with the results of reduce and gather, where training is equal."""
+    """Explains a difference in the results of reduce and gather if training is equal."""
     if differing_result(comparison) is None:
         return None
     if comparison.perturbed is None:
@@ -120,7 +120,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
 
 
 def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) -> Explanation | None:
-    """Two runs on one tower are not the same either, so a comparison with N towers shows nothing."""
+    """Explains that two runs on one tower differ, so that a comparison with N towers is impossible."""
     again = _alone(rerun, _NONE)
     if again is None:
         return None
@@ -148,11 +148,11 @@ def _rounding(what: str) -> Explanation:
 
 
 def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation], list[Interventions]]:
-    """Change one thing after the other until nothing differs, or nothing that is tried helps.
+    """Changes one thing after another until there is no difference, or until no further change helps.
 
     Returns:
-        The comparison with all that helped; the causes that this proves; what was tried against the difference that is
-        left, and did not help.
+        The comparison with all interventions that helped; the causes that this proves; and the interventions that did
+        not remove the remaining difference.
     """
     present, proven, tried = Interventions(), list[Explanation](), list[Interventions]()
     while (difference := comparison.first) is not None and len(proven) < _MOST_MISTAKES:
@@ -182,7 +182,7 @@ def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
 def _candidates(
     comparison: RunComparison, difference: RunDifference, present: Interventions
 ) -> Iterator[Interventions]:
-    """What might make a difference go away: each thing alone first, then together with what else may be at work."""
+    """Yields interventions that might remove a difference: each alone first, then combined with other causes."""
     one, many, at = comparison.one, comparison.many, difference.step
     if difference.kind == "learning rate":
         yield dataclasses.replace(present, rates=tuple(tuple(step.rates) for step in one.steps))
@@ -242,7 +242,7 @@ def _unexplained(
 
 
 def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None:
-    """Random numbers that each tower draws for itself before step ``at`` is over."""
+    """Explains that each tower draws its own random numbers before the end of step ``at``."""
     draws = [draw for call in comparison.many[0].calls if call.steps <= at for draw in call.draws]
     local = next((draw for draw in draws if not (draw.dropout or draw.followed)), None)
     if local is None:
@@ -258,7 +258,7 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
 
 
 def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions]) -> list[str]:
-    """What was looked at and is not the cause."""
+    """Returns the causes that were examined and excluded."""
     one, many = comparison.one.steps[at], comparison.many[0].steps[at]
     factors = dict.fromkeys(each.loss.value for each in tried if each.loss is not LossFactor.NONE)
     statistics = any(each.global_statistics for each in tried)

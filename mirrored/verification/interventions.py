@@ -1,9 +1,9 @@
-"""What a run changes in a script: to make runs comparable, to measure rounding, or to prove that a cause is the cause.
+"""The changes of a run, which make runs comparable, measure rounding, or prove a cause.
 
-[Note: rounding is measured] A ReLU that is active in one run only, or Adam, amplifies the last bit of a number, in some
-models within two steps, so no fixed tolerance fits. Where a difference is beyond the tolerance, a further run on one
-tower moves the results of all modules by rounding errors; only differences well above the effect of that count.
-Learning rates and integers have no rounding errors.
+[Note: rounding is measured] A ReLU that is active in only one run, or Adam, amplifies the last bit of a number, in some
+models within two steps. So no fixed tolerance is suitable. If a difference exceeds the tolerance, a further run on one
+tower changes the results of all modules by rounding errors. Only differences well above their effect count. Learning
+rates and integers have no rounding errors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mirrored.verification.padding import Form
 
 
 class LossFactor(enum.Enum):
-    """The factor by which a tower multiplies its losses, in the order of trials; the value is its name in reports."""
+    """The factor by which a tower multiplies its losses, in the order of trials. The value is its name in reports."""
 
     NONE = "one"
     SHARE = "towers · its examples / all examples"
     DIVISOR = "towers · its divisor / the sum of the divisors over the towers"
     TOWERS = "the number of towers"
     BOTH = "towers · towers · its examples / all examples"
-    INVERSE = "all examples / its examples"  # of a sum in Keras' fit, which weighs by examples
+    INVERSE = "all examples / its examples"  # of a sum in Keras' fit, which weights by examples
 
     def of(self, towers: int, local: int, total: int) -> float:
-        """The factor on one tower in one step; ``DIVISOR`` has a factor for each summand (:func:`divisor_factors`)."""
+        """Returns the factor on one tower in one step. ``DIVISOR`` has one per summand (:func:`divisor_factors`)."""
         if self is LossFactor.INVERSE:
             return total / local if local else 1.0
         share = towers * local / total if total and self in (LossFactor.SHARE, LossFactor.BOTH) else 1.0
@@ -41,20 +41,20 @@ class LossFactor(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Interventions:
-    """What is changed in a run.
+    """The changes of a run.
 
     Attributes:
-        loss: every loss is multiplied by this before its backward.
-        terms: the summands of the loss to which that applies; empty: the whole loss.
-        global_statistics: batch norm layers in training mode take the statistics of all towers' examples.
+        loss: the factor of every loss before its backward.
+        terms: the summands of the loss with this factor; empty for the whole loss.
+        global_statistics: whether BatchNorm layers in training mode use the statistics of all towers' examples.
         rates: learning rates of each step's parameter groups, which replace the script's.
-        padding: what one tower's batches look like, by the numbers of the call of ``run`` and of the tensor among its
-            arguments; shares are padded alike.
-        skip_local_changes: changes of gradients that are not averaged yet are left out.
-        shapes: what random numbers one tower has drawn: their shapes, by the numbers of the call of ``run`` and of the
-            draw in it; None on one tower.
-        rounding: the results of modules are moved by rounding errors.
-        recorded: whether anything is recorded; otherwise the script only ends when it has made the steps.
+        padding: the forms of one tower's batches, by the numbers of the call of ``run`` and of the tensor in its
+            arguments. Shares are padded to these forms.
+        skip_local_changes: whether changes of gradients that are not averaged yet are left out.
+        shapes: the shapes of one tower's random numbers, by the numbers of the call of ``run`` and of the draw in it;
+            None on one tower.
+        rounding: whether the results of modules are changed by rounding errors.
+        recorded: whether the run is recorded. Otherwise, the script is only ended after the steps.
     """
 
     loss: LossFactor = LossFactor.NONE
@@ -69,12 +69,12 @@ class Interventions:
 
 
 def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[int, float]:
-    """The factor for each summand of a loss that makes the mean of the towers' means the mean over all values.
+    """Returns the factors of a loss's summands that turn the mean of the towers' means into the mean over all values.
 
-    All towers call it.
+    All towers must call it.
 
     Args:
-        divisors: by what this tower's summands are divided; the same number of them on all towers.
+        divisors: the divisors of this tower's summands. All towers have the same number of them.
     """
     padded = torch.zeros(MOST_TERMS, dtype=torch.float64)
     padded[: len(divisors)] = torch.tensor(divisors, dtype=torch.float64)
@@ -83,25 +83,26 @@ def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[
     return {i: towers * local / total if (total := float(totals[i])) else 1.0 for i, local in enumerate(divisors)}
 
 
-# A sum of many numbers is off by several units of the last place; one of half precision is computed in more digits, so
-# that few results are rounded to the neighbouring number.
-_FULL = 0.5, 32.0  # the fraction of the numbers that is moved, and by how many units of the last place
+# A sum of many numbers has an error of several units in the last place. A sum in half precision is computed with more
+# digits, so that few results are rounded to the neighbouring number.
+_FULL = 0.5, 32.0  # the fraction of changed numbers, and the change in units in the last place
 _HALF = 0.06, 1.0
 
 
 class RoundingPerturbation:
-    """Moves numbers by about as much as adding up in another order does; see [Note: rounding is measured].
+    """Changes numbers by about as much as another order of summation; see [Note: rounding is measured].
 
-    It has generators of its own, so that the script's draw the same numbers as in a run without it.
+    It has its own generators, so that the script draws the same numbers as in a run without it.
     """
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def perturb(self, output: Any) -> Any:
-        """A module's output with some of its numbers a few units of the last place nearer to zero.
+        """Returns a module's output with some of its numbers moved a few units in the last place towards zero.
 
-        Never farther away: a probability stays below 1. Anything but tensors, and tuples of them, stays as it is.
+        Numbers never grow, so that a probability stays below 1. Values other than tensors, and tuples of them, are
+        unchanged.
         """
         if type(output) is tuple:
             return tuple(self.perturb(element) for element in output)

@@ -1,10 +1,12 @@
-"""Files that one of verify's runs leaves and a later one reads, such as backups and caches: those do not start alike.
+"""Files that one of verify's runs writes and a later one reads, such as backups and caches.
 
-[Note: which files count] Python's audit events tell of every file that a run opens. One that was last written between
-the beginning of the first run and that of this one is of an earlier run, whatever wrote it. Opening it to append reads
-nothing yet. Libraries that open files without Python (HDF5) tell nothing; parameters that they read show before step 1.
-Starting each run from a copy of the files would avoid the question; but which files to copy is not known, and it would
-hide from users that their script reads what it has written.
+Runs that read such files start differently, so they cannot be compared.
+
+[Note: which files count] Python's audit events report every file that a run opens. A file belongs to an earlier run if
+it was last written between the start of the first run and the start of this run, by any program. Opening a file to
+append does not count as reading. Libraries that open files without Python (HDF5) are not reported. If they read
+parameters, the difference is visible before step 1. Starting each run with a copy of the files would avoid the problem.
+But the files to copy are unknown, and users would not learn that their script reads files that it has written.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from typing import Any
 
 from mirrored.verification.report import Cause, Explanation, first_names
 
-_OF_OTHERS = ("/proc/", "/sys/", "/dev/", os.path.expanduser("~/."))  # the last: caches and settings of libraries
+_OF_OTHERS = ("/proc/", "/sys/", "/dev/", os.path.expanduser("~/."))  # the last one: caches and settings of libraries
 
 
 def watch(notes: str, first: float, begun: float) -> None:
-    """Note the files of earlier runs that this process and its forked children read from now on.
+    """Starts to note the files of earlier runs that this process and its forked children read.
 
     Args:
-        notes: the file to append their paths to, one a line.
-        first: when the first run began, in seconds since the epoch by the clock of files.
-        begun: when this run began.
+        notes: the file to which their paths are appended, one per line.
+        first: the start of the first run, in seconds since the epoch, by the clock of files.
+        begun: the start of this run.
     """
     appended: set[str] = set()
 
@@ -37,7 +39,7 @@ def watch(notes: str, first: float, begun: float) -> None:
         try:
             path = os.path.abspath(os.fsdecode(args[0]))
             status = os.stat(path)
-        except (OSError, TypeError, ValueError):  # a new file, a descriptor, a name that no file has
+        except (OSError, TypeError, ValueError):  # a new file, a descriptor, or an invalid name
             return
         if not stat.S_ISREG(status.st_mode) or path.startswith(_OF_OTHERS) or path.endswith(".pyc"):
             return
@@ -55,7 +57,7 @@ def watch(notes: str, first: float, begun: float) -> None:
 
 
 def not_comparable(files: Sequence[str]) -> Explanation:
-    """The explanation where runs have read these files of earlier runs."""
+    """Explains that the runs have read these files of earlier runs."""
     return Explanation(
         Cause.NOT_COMPARABLE,
         "this script cannot be compared: a run of verify read files that an earlier one had left, so the runs "

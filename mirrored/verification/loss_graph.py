@@ -1,7 +1,7 @@
-"""What a loss is made of, read from its autograd graph.
+"""The summands of a loss, read from its autograd graph.
 
-The graph says how a loss was reduced and scaled: what autograd saves for backward holds the
-constants. That tells apart mistakes whose gradients are wrong by the same factor.
+The graph shows how a loss was reduced and scaled: the values that autograd saves for backward contain the constants.
+This distinguishes mistakes whose gradients are wrong by the same factor.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _REDUCTIONS = {1: "mean of", 2: "sum of"}  # torch's numbers for reduction="mean
 _UNCHANGED = ("Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze", "Alias")
 
 MOST_TERMS = 64
-"""How many summands of a loss are followed."""
+"""The maximum number of summands of a loss that are followed."""
 
 _MOST_ANCESTORS = 256
 
 
 def terms_of(loss: torch.Tensor) -> tuple[Term, ...]:
-    """The summands of a loss, each followed inwards to the reduction that made it a scalar."""
+    """Returns the summands of a loss, each followed inwards to the reduction that made it a scalar."""
     return tuple(term for term, _ in _branches(loss))
 
 
 def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[RemovableHandle]:
-    """Let backward multiply the gradients of some of :func:`terms_of` by factors, until the handles are removed.
+    """Makes backward multiply the gradients of some summands of :func:`terms_of`, until the handles are removed.
 
     Args:
-        factors: by the summands' indices.
+        factors: the factors by the summands' indices.
     """
 
     def scaled_by(factor: float) -> Any:
         return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
-    # Summands that enter the sum at one node (``a + a``) share what backward brings there, and so one factor.
+    # Summands that enter the sum at one node (``a + a``) share its gradient in backward, and so one factor.
     nodes = {node: factors[i] for i, (_, node) in enumerate(_branches(loss)) if i in factors}
     return [node.register_prehook(scaled_by(factor)) for node, factor in nodes.items()]
 
 
 def _branches(loss: torch.Tensor) -> Iterator[tuple[Term, Any]]:
-    """The summands, each with the node at which it enters the sum."""
+    """Yields the summands, each with the node at which it enters the sum."""
     return itertools.islice(_follow(loss.grad_fn, (), False), MOST_TERMS) if loss.grad_fn is not None else iter(())
 
 
@@ -63,7 +63,7 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
         elif not (len(inner) == 1 and (name.startswith(_UNCHANGED) or (name == "Sum" and not _sizes(node)))):
             break
         node = inner[0]
-    if name == "Sum" and len(_sizes(node)) == 1 and _name(inner[0]) == "Stack":  # Keras adds up losses so
+    if name == "Sum" and len(_sizes(node)) == 1 and _name(inner[0]) == "Stack":  # Keras adds up losses like this
         name, inner = "Add", _inputs(inner[0])
     if name in ("Add", "Sub"):
         for following in inner:
@@ -74,13 +74,13 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
         how, count = f"{name.lower()} of", math.prod(_sizes(node))
     elif how != name and (target := getattr(node, SAVED_TARGET, None)) is not None:
         count = target.numel()
-    # Cross entropy saves the weight of the targets that are not ignored.
+    # Cross entropy saves the total weight of the targets that are not ignored.
     divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if how == "mean of" else 1.0
     yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor)), branch
 
 
 def _name(node: Any) -> str:
-    """A node's name. An autograd function of the script's own is a node, too, and may have an attribute ``name``."""
+    """Returns a node's name. A custom autograd function is also a node, and may have an attribute ``name``."""
     name: str = type(node).name(node)
     return name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
 
@@ -90,14 +90,14 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _sizes(node: Any) -> list[int]:
-    """The shape of what a sum or a mean was taken of."""
+    """Returns the shape of the input of a sum or mean."""
     return [int(size) for size in getattr(node, SAVED_SIZES)]
 
 
 def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
-    """What divides the sum of a summand's values: it is a mean of ``count`` values, then changed by ``chain``.
+    """Returns the divisor of the sum of a summand's values: for a mean of ``count`` values, then changed by ``chain``.
 
-    0 where that is not finite.
+    It is 0 if it is not finite.
     """
     for how, factor in chain:
         if how == "divided by":
@@ -108,7 +108,7 @@ def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
 
 
 def _made_by_mirrored(node: Any) -> bool:
-    """Whether ``compute_average_loss`` or ``scale_regularization_loss`` is among a node's nearest ancestors."""
+    """Returns whether ``compute_average_loss`` or ``scale_regularization_loss`` is among a node's nearest ancestors."""
     seen, level = {node}, [node]
     while level and len(seen) < _MOST_ANCESTORS:
         if any(_name(at).startswith("_ScaleGradient") for at in level):
@@ -119,7 +119,7 @@ def _made_by_mirrored(node: Any) -> bool:
 
 
 def _constant(node: Any) -> float | None:
-    """The number in a product with a number, or in a quotient by one; None for two tensors."""
+    """Returns the number in a product with a number, or a quotient by one; None for two tensors."""
     for attribute in SAVED_FACTORS:
         value = getattr(node, attribute, None)
         if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):

@@ -1,4 +1,4 @@
-"""The padding of batches: what a tensor's dimensions are padded with, and shares that are padded as a batch is."""
+"""The padding of batches: detects how a tensor's dimensions are padded, and pads shares like a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from towers.system import tree as trees
 
 
 class Padding(NamedTuple):
-    """How a dimension is padded, if it is: before its entries or behind them, and with which number."""
+    """The padding of a dimension, if it has one: before its entries or after them, and its number."""
 
     before: bool
     number: float
@@ -24,7 +24,7 @@ class Form(NamedTuple):
 
     Attributes:
         shape: its shape.
-        paddings: how each dimension with at least two entries is padded.
+        paddings: the padding of each dimension with at least two entries.
     """
 
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class Form(NamedTuple):
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nested value; those of the arguments of ``run`` are numbered in this order."""
+    """Yields the tensors in a nested value. The tensors in the arguments of ``run`` are numbered in this order."""
     return (leaf for leaf in trees.leaves(value) if isinstance(leaf, Tensor))
 
 
 def form_of(tensor: Tensor) -> Form:
-    """The form of a tensor; without paddings where it has a single dimension or its layout is not dense."""
+    """Returns the form of a tensor, without paddings if it has a single dimension or its layout is not dense."""
     tensor = tensor.detach()
     dense = tensor.layout == torch.strided and not tensor.is_complex() and tensor.dim() > 1 and tensor.numel()
     paddings = [_padding(tensor, d) if dense and tensor.shape[d] > 1 else None for d in range(tensor.dim())]
@@ -45,9 +45,10 @@ def form_of(tensor: Tensor) -> Form:
 
 
 def _padding(tensor: Tensor, dim: int) -> Padding:
-    """Most examples are shorter than the longest, so they are padded with the most frequent number at an end.
+    """Returns the padding of a dimension.
 
-    An end where all entries of a mask are alike has no padding.
+    Most examples are shorter than the longest, so they are padded with the most frequent number at an end. If all
+    entries at an end are equal (in a mask), it has no padding.
     """
     ends = []
     for place in (0, -1):
@@ -60,12 +61,12 @@ def _padding(tensor: Tensor, dim: int) -> Padding:
 
 
 def pad(arguments: Any, call: int, forms: Mapping[tuple[int, int], Form], shares: Sequence[tuple[int, int]]) -> Any:
-    """The arguments of ``run``, with shares padded as one tower's batch is.
+    """Returns the arguments of ``run``, with shares padded like one tower's batch.
 
     Args:
-        call: number of the call of ``run``.
-        forms: the same as :attr:`Interventions.padding`.
-        shares: how many examples (this tower, all towers) have in each batch at hand.
+        call: the number of the call of ``run``.
+        forms: see :attr:`Interventions.padding`.
+        shares: the numbers of examples (this tower, all towers) in each batch in use.
     """
     numbers = iter(range(sum(1 for _ in tensors_of(arguments))))
 
@@ -77,7 +78,7 @@ def pad(arguments: Any, call: int, forms: Mapping[tuple[int, int], Form], shares
 
 
 def padded_dims(shape: Sequence[int], form: Form, shares: Sequence[tuple[int, int]]) -> list[int]:
-    """The dimensions, other than that of the examples, in which a share is shorter than one tower's batch."""
+    """Returns the dimensions, except that of the examples, in which a share is shorter than one tower's batch."""
     if len(shape) != len(form.shape):
         return []
     shorter = [d for d, (local, full) in enumerate(zip(shape, form.shape, strict=True)) if local < full]

@@ -1,6 +1,6 @@
-"""The causes that further runs have proven, and those that show in the results of ``reduce`` and ``gather``.
+"""The causes that further runs have proven, and those that the results of ``reduce`` and ``gather`` show.
 
-The losses' autograd graphs tell causes apart that the same intervention proves: a sum and a loss that is divided twice
+The losses' autograd graphs distinguish causes that the same intervention proves: a sum and a loss that is divided twice
 both give gradients of 1/N.
 """
 
@@ -31,12 +31,12 @@ def proven(
     now: Interventions,
     after: RunComparison,
 ) -> list[Explanation]:
-    """The causes that are proven because interventions ``now`` help, where those of ``before`` do not.
+    """Returns the causes that are proven because interventions ``now`` help, and those of ``before`` do not.
 
     Args:
-        comparison: with the interventions of before.
-        difference: the first one in it.
-        after: the comparison with those of now.
+        comparison: the comparison with the interventions ``before``.
+        difference: its first difference.
+        after: the comparison with the interventions ``now``.
     """
     many, at = comparison.many, difference.step
     steps = len(comparison.one.steps)
@@ -74,13 +74,13 @@ def proven(
 
 
 def _and(numbers: Sequence[float]) -> str:
-    """``"3, 3 and 2"``."""
+    """Joins numbers as in ``"3, 3 and 2"``."""
     *others, last = [f"{number:g}" for number in numbers]
     return f"{', '.join(others)} and {last}"
 
 
 def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] | None:
-    """The length to which one tower pads a batch of step ``at``, and each of N its share; None where all are equal."""
+    """Returns the lengths to which one tower pads a batch of step ``at``, and each of N its share; None if equal."""
     for call, calls in comparison.training_calls():
         if call.steps != at:
             continue
@@ -111,17 +111,17 @@ def _local_change(many: Sequence[Trace], at: int, outcome: str) -> Explanation:
 
 
 def _losses_of(trace: Trace, at: int) -> list[Loss]:
-    """The losses of a step; where several optimizers step after one backward, of the step before."""
+    """Returns the losses of a step, or of the step before if several optimizers step after one backward."""
     return next((step.losses for step in reversed(trace.steps[: at + 1]) if step.losses), [])
 
 
 def first_loss(trace: Trace, at: int) -> Loss | None:
-    """The first loss of a step; where several optimizers step after one backward, of the step before."""
+    """Returns the first loss of a step, or of the step before if several optimizers step after one backward."""
     return next(iter(_losses_of(trace, at)), None)
 
 
 def uneven_divisors(many: Sequence[Trace], at: int) -> list[float]:
-    """The numbers by which the towers divide a summand of a loss in a step, where they are not the same; or none."""
+    """Returns the divisors of a summand of a loss on each tower in a step, or [] if they are equal for all summands."""
     for losses in zip(*(_losses_of(trace, at) for trace in many), strict=False):
         for terms in zip(*(loss.terms for loss in losses), strict=False):
             if len({term.divisor for term in terms}) > 1:
@@ -130,15 +130,15 @@ def uneven_divisors(many: Sequence[Trace], at: int) -> list[float]:
 
 
 def shares_of_backward(many: Sequence[Trace], at: int) -> Sequence[tuple[int, int]]:
-    """Every tower's share of the examples in a backward of a step: in the first with uneven shares, if there is one."""
+    """Returns every tower's share of the examples in a backward of a step, in the first with uneven shares if any."""
     backwards = list(zip(*([loss.share for loss in trace.steps[at].losses] for trace in many), strict=False))
     return next((shares for shares in backwards if len({local for local, _ in shares}) > 1), (backwards or [()])[0])
 
 
 def batch_terms(one: Loss | None, many: Loss | None) -> list[frozenset[int]]:
-    """The summands of a loss to which a factor may belong: those that depend on the batch, and the sums among them.
+    """Returns the sets of summands of a loss to which a factor may apply; an empty set is the whole loss.
 
-    Empty where that is the whole loss.
+    A factor may apply to the summands that depend on the batch, or to the sums among them.
     """
     if one is None or many is None or len(one.terms) != len(many.terms):
         return [frozenset()]
@@ -153,7 +153,10 @@ def _is_sum(term: Term) -> bool:
 
 
 def _batch_term(one: Loss | None, many: Loss | None, terms: frozenset[int]) -> tuple[Term, Term]:
-    """The first summand of one tower's loss and of N's that depends on the batch; of ``terms`` if there are any."""
+    """Returns the first summands of one tower's loss and of N's that depend on the batch.
+
+    If there are ``terms``, only these are considered.
+    """
     pairs = list(zip(one.terms, many.terms, strict=False)) if one is not None and many is not None else []
     pairs = [pair for i, pair in enumerate(pairs) if not terms or i in terms]
     unknown = Term((("unknown", 0),), False)
@@ -203,7 +206,7 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
 
 
 def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
-    """Whether a summand on N towers is divided by N where that on one tower is divided by 1, or not at all."""
+    """Returns whether a summand is divided by N on N towers, but by 1 or not at all on one tower."""
     one, many = alone.chain[:-1], term.chain[:-1]
     for i, (how, factor) in enumerate(many):
         divisor = factor if how == "divided by" else 1 / factor if factor else 0.0
@@ -213,7 +216,7 @@ def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
 
 
 def lines_with_towers(trace: Trace) -> str:
-    """The lines of the script that ask for the number of towers, in words."""
+    """Returns the lines of the script that read the number of towers, in words."""
     lines = trace.counts_towers
     if not lines:
         return ""
@@ -251,7 +254,7 @@ def _rate(comparison: RunComparison, at: int, outcome: str) -> Explanation:
 
 
 def distinguishable(one: float, many: float) -> tuple[str, str]:
-    """Two numbers in as few digits as show that they differ."""
+    """Returns two numbers with as few digits as show that they differ."""
     for digits in range(6, 18):
         texts = f"{one:.{digits}g}", f"{many:.{digits}g}"
         if texts[0] != texts[1]:
@@ -262,7 +265,7 @@ def distinguishable(one: float, many: float) -> tuple[str, str]:
 def reported_value(
     comparison: RunComparison, pair: tuple[Result, Result], proven: Sequence[Explanation]
 ) -> Explanation | None:
-    """Why the script reports another value, though training is equal but for the causes that are ``proven``."""
+    """Explains why the script reports another value, although training is equal except for the ``proven`` causes."""
     alone, together = pair
     towers = len(comparison.many)
     a, b = max(zip(alone.values, together.values, strict=False), key=lambda ab: relative(*ab), default=(0.0, 0.0))
@@ -275,7 +278,7 @@ def reported_value(
     if evaluation is not None:
         return evaluation
     if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
-        return None  # most likely the loss is reported
+        return None  # most likely, the loss is reported
     fix = "reduce sums and counts with 'sum' and divide afterwards; a mean of the towers' means is not the mean"
     shares = {term.share for step in comparison.many[0].steps for loss in step.losses for term in loss.terms}
     if alone.count != together.count:
@@ -295,7 +298,7 @@ def reported_value(
 
 
 def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:
-    """The evaluation takes other examples than on one tower."""
+    """Explains that the evaluation uses other examples than on one tower."""
     for steps, examples in sorted(comparison.one.evaluated.items()):
         alone = Counter(examples)
         shares = [Counter(trace.evaluated.get(steps, [])) for trace in comparison.many]

@@ -1,13 +1,13 @@
-"""Records what a script does on one tower, by torch's hooks and as the interceptor of strategies and datasets.
+"""Records a script on one tower, through torch's hooks and as the interceptor of strategies and datasets.
 
-[Note: recording from outside] The script runs unchanged, as ``__main__``. Torch's global hooks tell of optimizers and
-modules, a ``TorchFunctionMode`` (:mod:`mirrored.verification.watch`) of losses, batch norms, random numbers and writes
-to parameters; strategies and distributed datasets ask the interceptor of the process (:mod:`mirrored.interceptor`).
-Exporters run unwatched, because they would compile the recording.
+[Note: recording from outside] The script runs unchanged, as ``__main__``. Torch's global hooks report optimizers and
+modules. A ``TorchFunctionMode`` (:mod:`mirrored.verification.watch`) reports losses, BatchNorm layers, random numbers
+and writes to parameters. Strategies and distributed datasets call the interceptor of the process
+(:mod:`mirrored.interceptor`). Exporters run without recording, because they would compile it.
 
-[Note: when a script ends] A loop whose steps are recorded ends, and so does each further epoch after one step, until an
-evaluation has come: most scripts evaluate after each epoch, some after all epochs. A trace that ends without an
-evaluation says so.
+[Note: when a script ends] A loop whose steps are recorded is ended after the last one, and each further epoch after one
+step, until an evaluation has run. Most scripts evaluate after each epoch, some after all epochs. A trace that ends
+without an evaluation contains this fact.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ _RESULT_VALUES = 16
 
 
 class StopRecording(BaseException):
-    """Ends the script, of which enough is recorded."""
+    """Ends the script when the recording is complete."""
 
 
 class StepLimit(Interceptor):
     """Ends a script after ``limit`` steps of each optimizer; see [Note: when a script ends].
 
     The loop over a distributed dataset in which an optimizer makes its last step ends as if the epoch were over. That
-    step takes the epoch's last batch, whose shares are the likeliest to be uneven. The next step of that optimizer
-    ends the script by :class:`StopRecording`, unless no evaluation has come yet: then further epochs, up to a hundred,
-    end after a step each, so that an evaluation after all epochs is reached.
+    step uses the epoch's last batch, whose shares are the most likely to be uneven. The next step of that optimizer
+    ends the script with :class:`StopRecording`, unless no evaluation has run yet. In that case, up to a hundred further
+    epochs end after one step each, so that an evaluation after all epochs is reached.
 
     Attributes:
-        trace: what was recorded of the script.
+        trace: the recording of the script.
         evaluated: whether a module was called outside of training after the last step.
-        beyond: whether a further step was made on the batch at hand.
+        beyond: whether a further step was made on the current batch.
         watching: the context in which the script runs.
 
     Args:
-        folder: for the script's checkpoints; empty at the beginning, the same for all towers.
-        further: whether there may be further epochs.
+        limit: the number of steps of each optimizer.
+        folder: a folder for the script's checkpoints; empty at the start, the same for all towers.
+        further: whether further epochs are allowed.
     """
 
     def __init__(self, limit: int, folder: str, *, further: bool = True) -> None:
@@ -96,26 +97,29 @@ class StepLimit(Interceptor):
         register_optimizer_step_post_hook(self._after_step)
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
-        """Called when an optimizer is about to make a step, which is ``compared`` or a further one."""
+        """Is called when an optimizer is about to make a step, which is ``compared`` or a further one."""
 
     def after_step(self, optimizer: Optimizer, compared: bool) -> None:
-        """Called when an optimizer has made a step."""
+        """Is called when an optimizer has made a step."""
 
     def over(self, steps: int | None = None) -> bool:
-        """Whether an optimizer has made so many steps, by default all that are compared."""
+        """Returns whether an optimizer has made this number of steps, by default all that are compared."""
         return any(made >= (self._limit if steps is None else steps) for made in self._steps.values())
 
     def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
-        """The devices of this run, whatever the script names."""
+        """Returns the devices of this run, regardless of the script's."""
         return os.environ[DEVICES].split(",")
 
     def averaging(self, requested: Any) -> None:
-        """All gradients are averaged in every step, and exactly."""
+        """Makes strategies average all gradients exactly in every step."""
         if requested is not None:
             self.trace.left_out.add("averaging")
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
-        """A folder of our own for each of the script's: both runs begin anew, and its own checkpoints stay."""
+        """Returns a separate folder for each folder of the script, so that both runs start without checkpoints.
+
+        The script's own checkpoints remain.
+        """
         return self._folder / hashlib.blake2b(os.path.abspath(requested).encode(), digest_size=8).hexdigest()
 
     def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
@@ -158,19 +162,19 @@ class StepLimit(Interceptor):
 
 
 def _does_nothing(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has no parameters, or does another's work."""
+    """Returns whether an optimizer has no parameters, or only wraps another one."""
     strategy = strategy_with_towers()
     parameters = any(group["params"] for group in optimizer.param_groups)
     return not parameters or (strategy is not None and strategy.engine.is_inner_optimizer(optimizer))
 
 
 class TraceRecorder(StepLimit):
-    """Records the steps that are compared, and the evaluation that follows them; see [Note: recording from outside].
+    """Records the steps that are compared, and the evaluation after them; see [Note: recording from outside].
 
     Args:
-        limit: how many steps of each optimizer are compared.
-        folder: for the script's checkpoints.
-        interventions: what is changed in this run.
+        limit: the number of compared steps of each optimizer.
+        folder: a folder for the script's checkpoints.
+        interventions: the changes of this run.
     """
 
     def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
@@ -178,10 +182,10 @@ class TraceRecorder(StepLimit):
         self.watching = self._watcher = Watcher(self.trace, interventions)
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
-        self._evaluates = False  # the run under way has called a module outside of training
+        self._evaluates = False  # the running call has called a module outside of training
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
-        torch.export.export = self._unwatched()(torch.export.export)  # torch.onnx goes by it, too
+        torch.export.export = self._unwatched()(torch.export.export)  # torch.onnx uses it, too
 
     def _hook_modules(self) -> None:
         self._handles = [
@@ -296,7 +300,7 @@ class TraceRecorder(StepLimit):
         steps = len(self.trace.steps)
         self.trace.evaluated.setdefault(steps, []).extend(examples)
         if (steps, name) not in self.trace.evaluated_models:
-            parameters = nn.Module.named_parameters(module)  # Keras' own makes them, where a layer is being built
+            parameters = nn.Module.named_parameters(module)  # Keras' method creates some while a layer is built
             digests = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
             self.trace.evaluated_models[steps, name] = digests
         if watcher.call is not None:
@@ -358,7 +362,7 @@ class TraceRecorder(StepLimit):
         step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._watcher.modules.buffers(several)}
 
     def _sketch(self, name: str, buffer: Tensor) -> Sketch:
-        """The sketch of a buffer; most of the large ones (masks, tables) never change."""
+        """Returns the sketch of a buffer. Most large buffers (masks, tables) never change."""
         known = self._buffers.get(name)
         if known is None or known.digest != digest_of(buffer):
             self._buffers[name] = known = sketch(buffer)
@@ -366,14 +370,14 @@ class TraceRecorder(StepLimit):
 
 
 def _dtype_of(number: bool | int | float) -> str:
-    """The dtype whose precision a number has: float32 where that holds it exactly, as after ``item()``."""
+    """Returns the dtype of a number's precision: float32 if that represents it exactly, as after ``item()``."""
     if not isinstance(number, float):
         return "int64"
     return "float32" if number == float(torch.tensor(number, dtype=torch.float32)) else "float64"
 
 
 def _schedules() -> dict[str, int]:
-    """How many steps each living scheduler has made; torch has no hook for them."""
+    """Returns the number of steps of each existing scheduler. torch has no hook for schedulers."""
     steps: dict[str, int] = {}
     numbers: Counter[str] = Counter()
     for candidate in gc.get_objects():

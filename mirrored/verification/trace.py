@@ -1,7 +1,7 @@
-"""The trace of a script on one tower: what was recorded, in a form that travels between processes.
+"""The trace of a script on one tower: the recording, in a form that can be sent between processes.
 
-[Note: sketches] Tensors do not travel. A :class:`Sketch` holds a digest of the bits, the norm, a projection on random
-signs and up to 256 values, from which the distance to another tensor can be estimated.
+[Note: sketches] Tensors are not sent. A :class:`Sketch` contains a digest of the bits, the norm, a projection on random
+signs and up to 256 values. The distance to another tensor can be estimated from them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_EXAMPLES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Sketch:
-    """A tensor in a few numbers; see [Note: sketches].
+    """A tensor summarised in a few numbers; see [Note: sketches].
 
     Attributes:
-        digest: a digest of its bytes; equal digests are equal bits.
+        digest: a digest of its bytes; equal digests mean equal bits.
         dtype: its dtype's name.
-        numel: how many elements it has.
-        norm: Euclidean norm, in float64.
-        projection: its product with a fixed vector of random signs. That of a difference is as large as the
+        numel: its number of elements.
+        norm: its Euclidean norm, in float64.
+        projection: its product with a fixed vector of random signs. The projection of a difference is as large as the
             difference's norm, up to a factor near 1.
         sample: up to 256 evenly spaced values.
     """
@@ -47,14 +47,14 @@ class Sketch:
 
     @property
     def rms(self) -> float:
-        """Root mean square of the elements."""
+        """The root mean square of the elements."""
         return self.norm / math.sqrt(self.numel) if self.numel else 0.0
 
     def distance(self, other: Sketch, without: Collection[int] = ()) -> float:
-        """An estimate of the Euclidean distance; 0 for equal bits, infinite where numbers are not finite.
+        """Returns an estimate of the Euclidean distance: 0 for equal bits, infinite if numbers are not finite.
 
         Args:
-            without: indices in the sample that do not count; the rest of the sample then stands for all elements.
+            without: indices in the sample that do not count. The rest of the sample then represents all elements.
         """
         if self.digest == other.digest:
             return 0.0
@@ -68,18 +68,18 @@ class Sketch:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be read: not on the meta device, nor within a transform of ``torch.func``."""
+    """Returns whether a tensor's numbers can be read: not on the meta device or in a transform of ``torch.func``."""
     readable = not tensor.is_meta and not is_functorch_tensor(tensor)
     return readable and not is_lazy(tensor)
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """The address of the memory that a tensor and its views share; None for tensors without dense memory."""
+    """Returns the address of the memory that a tensor and its views share; None for tensors without dense memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and has_values(tensor) else None
 
 
 def digest_of(tensor: Tensor) -> str:
-    """A digest of a tensor's bits; it may be dense or sparse, of any dtype, on any device."""
+    """Returns a digest of a tensor's bits. The tensor can be dense or sparse, of any dtype, on any device."""
     return hashlib.blake2b(as_bytes(_on_host(tensor)).numpy().data, digest_size=16).hexdigest()
 
 
@@ -89,7 +89,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """The sketch of a dense or sparse tensor of any dtype on any device."""
+    """Returns the sketch of a dense or sparse tensor of any dtype on any device."""
     host = _on_host(tensor)
     flat = (torch.view_as_real(host) if host.is_complex() else host).reshape(-1)
     squares, projection = 0.0, 0.0
@@ -104,9 +104,10 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def example_digests(tensors: list[Tensor]) -> list[str]:
-    """The shape and a digest of every example of a batch: entry j of all tensors with as many entries as the first.
+    """Returns the shape and a digest of every example of a batch.
 
-    In larger batches the first 4,096 examples count.
+    Example j consists of entry j of all tensors with as many entries as the first. In larger batches, only the first
+    4,096 examples count.
     """
     tensors = [tensor.detach() for tensor in tensors if has_values(tensor) and tensor.layout == torch.strided]
     tensors = [tensor for tensor in tensors if tensor.dim() > 0]
@@ -122,21 +123,21 @@ def example_digests(tensors: list[Tensor]) -> list[str]:
 
 
 def comparable(*batches: Iterable[str]) -> bool:
-    """Whether all :func:`example_digests` have one shape, so that equal examples have equal digests.
+    """Returns whether all :func:`example_digests` have one shape, so that equal examples have equal digests.
 
-    They have not where each tower pads its share to its own longest example.
+    They do not if each tower pads its share to its own longest example.
     """
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One summand of a loss, as its autograd graph has it.
+    """One summand of a loss, from its autograd graph.
 
     Attributes:
-        chain: from the loss inwards, what was done to it: ("divided by", 8), ("sum of", 4), …
-        share: whether ``compute_average_loss`` or ``scale_regularization_loss`` made it.
-        divisor: by what the sum of its values is divided altogether: their number, or that of the tokens that count.
+        chain: the operations on it, from the loss inwards: ("divided by", 8), ("sum of", 4), …
+        share: whether ``compute_average_loss`` or ``scale_regularization_loss`` created it.
+        divisor: the total divisor of the sum of its values: their number, or the number of tokens that count.
     """
 
     chain: tuple[tuple[str, float], ...]
@@ -154,10 +155,10 @@ class Loss:
     """A call of ``backward``.
 
     Attributes:
-        value: the loss, if it is known.
+        value: the loss, if known.
         terms: its summands.
         line: the script's line.
-        share: how many examples (this tower, all towers) have; (0, 0) if unknown.
+        share: the numbers of examples (this tower, all towers); (0, 0) if unknown.
     """
 
     value: float | None
@@ -168,13 +169,13 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Random numbers that were drawn in ``run``, or would have been by a dropout that was left out.
+    """Random numbers that were drawn in ``run``, or that a left-out dropout would have drawn.
 
     Attributes:
         by: the function.
         line: the script's line.
-        state: digest of the generator's state before.
-        shape: the shape of what was drawn.
+        state: a digest of the generator's state before.
+        shape: the shape of the numbers.
         dropout: whether it was a dropout, which is left out.
         followed: whether this tower's slice of the global batch's numbers replaced them.
     """
@@ -189,13 +190,13 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that happened outside of the optimizers' steps.
+    """An event outside of the optimizers' steps.
 
     Attributes:
-        what: the parameter that was written to, or the function that changed a gradient ("register_hook": a hook was
-            registered that will).
+        what: the parameter that was written, or the function that changed a gradient ("register_hook": a registered
+            hook that will change it).
         line: the script's line.
-        steps: optimizer steps done before.
+        steps: the number of optimizer steps before.
     """
 
     what: str
@@ -208,14 +209,14 @@ class RunCall:
     """A call of ``strategy.run``.
 
     Attributes:
-        steps: optimizer steps done before.
+        steps: the number of optimizer steps before.
         examples: digests of the examples in its arguments.
-        seen_by_model: digests of the examples that the outermost modules were called with.
-        shares: how many examples (this tower, all towers) have in each distributed batch among its arguments.
-        parameters: digest of every known parameter at its beginning.
+        seen_by_model: digests of the examples in calls of the outermost modules.
+        shares: the numbers of examples (this tower, all towers) in each distributed batch in its arguments.
+        parameters: a digest of every known parameter at its start.
         draws: the random numbers that were drawn in it.
         trained: whether it called backward.
-        forms: what the tensors among its arguments look like.
+        forms: the forms of the tensors in its arguments.
     """
 
     steps: int
@@ -229,7 +230,7 @@ class RunCall:
 
     @property
     def examples_come_first(self) -> bool:
-        """Whether the first dimension of the arguments is that of the examples, as far as that is known."""
+        """Whether the first dimension of the arguments is that of the examples, as far as this is known."""
         return not self.shares or self.shares[0][0] == len(self.examples)
 
 
@@ -238,18 +239,18 @@ class Step:
     """A step of an optimizer.
 
     Attributes:
-        optimizer: its number in order of first steps, and its class.
+        optimizer: its number in the order of first steps, and its class.
         line: the script's line.
-        losses: the losses of the backwards since the step before.
-        gradients: before the step; None where there is none.
-        before, after: digests of its parameters before, and their sketches after the step.
-        rates: learning rate of each parameter group.
-        schedules: how many steps each living scheduler has made, by its class name and number.
+        losses: the losses of the backwards since the previous step.
+        gradients: the gradients before the step; None for a parameter without one.
+        before, after: digests of its parameters before the step, and their sketches after it.
+        rates: the learning rate of each parameter group.
+        schedules: the number of steps of each existing scheduler, by its class name and number.
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients have summands that were never averaged.
-        batch_norms: layers that took statistics of this tower alone since the last step.
+        batch_norms: layers that used only this tower's statistics since the previous step.
         buffers: sketches, after the step, of the buffers in the modules' ``state_dict``, without statistics that each
-            tower takes for itself.
+            tower computes separately.
     """
 
     optimizer: tuple[int, str]
@@ -268,15 +269,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What ``strategy.reduce`` or ``strategy.gather`` returned.
+    """A result of ``strategy.reduce`` or ``strategy.gather``.
 
     Attributes:
         call: its name in messages: "strategy.reduce('sum')".
         line: the script's line.
-        steps: optimizer steps done before.
-        values: the first ones of each tensor.
+        steps: the number of optimizer steps before.
+        values: the first values of each tensor.
         dtypes: the dtype of each of these values.
-        count: how many values there are altogether.
+        count: the total number of values.
     """
 
     call: str
@@ -289,7 +290,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The exception that ended the script; a ``consequence`` of another tower's end, or not."""
+    """The exception that ended the script, and whether it is a ``consequence`` of another tower's end."""
 
     kind: str
     text: str
@@ -303,30 +304,30 @@ class Raised:
 
 @dataclasses.dataclass
 class Trace:
-    """What was recorded of the script on one tower.
+    """The recording of the script on one tower.
 
     Attributes:
-        towers: how many towers the strategy has whose ``run`` was called.
-        virtual: whether that strategy has virtual towers, with which random numbers do not depend on the towers.
+        towers: the number of towers of the strategy whose ``run`` was called.
+        virtual: whether that strategy has virtual towers, whose random numbers do not depend on the number of towers.
         autocast: whether modules were called under ``torch.autocast``.
         steps: the optimizers' steps.
         calls: the calls of ``strategy.run``.
-        datasets: how many examples each distributed dataset has, in the order of their first use.
-        writes: what was written to parameters outside of steps.
+        datasets: the number of examples of each distributed dataset, in the order of their first use.
+        writes: writes to parameters outside of steps.
         local_changes: changes of gradients that were not averaged yet.
-        evaluated: digests of the examples that the outermost modules were called with outside of training, by the
-            number of steps done before.
-        evaluated_models: for each outermost module that was called outside of training, by the number of steps done
-            before and its name: digests of its parameters.
-        results: what ``strategy.reduce`` and ``strategy.gather`` returned.
-        pairs: the lines of the script that make a number of each pair of this tower's examples in ``run``, and how many
-            examples these are.
-        left_out: what was left out: "dropout", "averaging".
-        refused_by: the batch norm layer that could not normalise a share of one example.
-        counts_towers: the lines of the script that name ``num_replicas_in_sync``.
+        evaluated: digests of the examples in calls of the outermost modules outside of training, by the number of steps
+            before.
+        evaluated_models: digests of the parameters of each outermost module that was called outside of training, by the
+            number of steps before and the module's name.
+        results: the results of ``strategy.reduce`` and ``strategy.gather``.
+        pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
+            number of examples.
+        left_out: the features that were left out: "dropout", "averaging".
+        refused_by: the BatchNorm layer that could not normalise a share of one example.
+        counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
         raised: the exception that ended the script.
         cut: whether a loop was ended early, because the last step to be compared was made.
-        stopped: whether the script was ended early, and no evaluation came after the last step to be compared.
+        stopped: whether the script was ended early, without an evaluation after the last step to be compared.
     """
 
     towers: int = 1

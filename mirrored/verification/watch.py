@@ -1,4 +1,4 @@
-"""Watches the calls of torch that a script makes: losses, random numbers, batch norm, writes to parameters."""
+"""Watches a script's calls of torch: losses, random numbers, BatchNorm, writes to parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def script_line() -> int | None:
-    """The line of the script that is being executed, if it is on the stack."""
+    """Returns the line of the script that is being executed, if it is on the stack."""
     for frame, line in traceback.walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":
             return line
@@ -47,9 +47,9 @@ def script_line() -> int | None:
 
 
 def in_a_graph() -> bool:
-    """Whether torch makes a graph of the calls (a trace, an export), where recording calls would end up in that graph.
+    """Returns whether torch builds a graph of the calls (a trace, an export), into which recording calls would go.
 
-    What they compute is no training.
+    The computations of such calls are not training.
     """
     return torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
@@ -58,7 +58,7 @@ class Modules:
     """The modules that the script has called, and the names of their parameters and buffers.
 
     Attributes:
-        parameters: those of the optimizers that have made a step, by name.
+        parameters: the parameters of the optimizers that have made a step, by name.
         calls: the modules that are being called, the innermost last.
     """
 
@@ -70,13 +70,13 @@ class Modules:
         self._addresses: dict[int | None, str] = {}
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that were called from outside of modules and still exist, with names."""
+        """Yields the modules that were called from outside of modules and still exist, with names."""
         for name, reference in self._roots:
             if (root := reference()) is not None:
                 yield name, root
 
     def root_name(self, module: nn.Module) -> str:
-        """The name of an outermost module: its class and, from the second of the class on, a number."""
+        """Returns the name of an outermost module: its class and, from the second of the class on, a number."""
         for name, root in self.roots():
             if root is module:
                 return name
@@ -87,12 +87,12 @@ class Modules:
         return name
 
     def leave(self, module: nn.Module) -> None:
-        """A module's call is over, and so are those within it that an exception has ended."""
+        """Ends a module's call, and the calls within it that an exception has ended."""
         while self.calls and self.calls.pop() is not module:
             pass
 
     def innermost(self) -> str:
-        """The innermost module that is being called, as messages call it."""
+        """Returns the name of the innermost module that is being called, for messages."""
         module = self.calls[-1] if self.calls else None
         for name, root in self.roots():
             for path, candidate in root.named_modules():
@@ -101,37 +101,37 @@ class Modules:
         return type(module).__name__ if module is not None else "a batch norm outside of modules"
 
     def name_parameters(self, parameters: Sequence[Tensor], optimizer: int) -> list[str]:
-        """The names of an optimizer's parameters: their paths, or else their indices in it."""
+        """Returns the names of an optimizer's parameters: their paths, or otherwise their indices in the optimizer."""
         if not all(id(p) in self._names for p in parameters):
             paths = {id(p): f"{name}.{path}" for name, root in self.roots() for path, p in root.named_parameters()}
             for i, p in enumerate(parameters):
                 if id(p) not in self._names:
                     self._names[id(p)] = name = paths.get(id(p), f"parameter {i} of optimizer {optimizer}")
-                    self.parameters[name] = p  # in place of one that was replaced
+                    self.parameters[name] = p  # replaces a former one
         return [self._names[id(p)] for p in parameters]
 
     def note_addresses(self) -> None:
-        """Note where the parameters lie, so that :meth:`written` knows them by their memory."""
+        """Notes the addresses of the parameters, so that :meth:`written` can identify them by their memory."""
         self._addresses = {memory_of(p): name for name, p in self.parameters.items()}
 
     def written(self, tensor: Any) -> str | None:
-        """The parameter whose memory a tensor shares, if there is one."""
+        """Returns the parameter that shares a tensor's memory, or None."""
         if not isinstance(tensor, Tensor) or not self._addresses or (address := memory_of(tensor)) is None:
             return None
         return self._addresses.get(address)
 
     def hold_gradients(self, value: Any) -> bool:
-        """Whether a tensor, or one of several, shares the memory of the gradient of a module's parameter."""
+        """Returns whether a tensor, or one of several, shares the memory of the gradient of a module's parameter."""
         gradients = {memory_of(p.grad) for _, root in self.roots() for p in root.parameters() if p.grad is not None} - {
             None
         }
         return any(memory_of(tensor) in gradients for tensor in tensors_of(value))
 
     def buffers(self, several: bool) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that are to be the same on any number of towers, with names.
+        """Yields the buffers that must be equal on any number of towers, with names.
 
-        Those in no ``state_dict`` are left out and, with ``several`` towers, the running statistics of layers that
-        normalise over each tower's own examples: the effect of those on training is compared.
+        Buffers in no ``state_dict`` are left out. With ``several`` towers, so are the running statistics of layers that
+        normalise over each tower's own examples, because their effect on training is compared.
         """
         for name, root in self.roots():
             for path, module in root.named_modules():
@@ -144,22 +144,22 @@ class Modules:
 
 
 class Watcher(TorchFunctionMode):
-    """While it is entered, records what the script does, and does what the run's interventions ask for.
+    """Records the script's actions inside the context, and applies the run's interventions.
 
-    So that one tower and several compute the same, it leaves dropout out and replaces other random numbers in ``run``;
+    It leaves dropout out and replaces other random numbers in ``run``, so that one tower and several compute the same;
     see [Note: random numbers in a comparison] of the draws.
 
     Args:
-        trace: what leaves the process at the end.
-        interventions: what is changed in this run.
+        trace: the recording, which leaves the process at the end.
+        interventions: the changes of this run.
 
     Attributes:
         modules: the script's modules.
-        call: the call of ``strategy.run`` that is under way.
+        call: the running call of ``strategy.run``.
         tower: this tower's index.
         losses: the losses of the backwards since the last step.
-        batch_norms: layers that took statistics of this tower alone since the last step.
-        stepping: whether an optimizer's step is under way.
+        batch_norms: layers that used only this tower's statistics since the last step.
+        stepping: whether an optimizer's step is running.
         drawn: the state of torch's generators after the last draw in ``run`` that was noticed.
     """
 
@@ -173,12 +173,12 @@ class Watcher(TorchFunctionMode):
         self.batch_norms: dict[str, None] = {}
         self.stepping = False
         self.drawn = ""
-        self._accumulated = False  # the last backward was one of no_sync, so gradients are this tower's own
-        self._gather: LabelledGather | None = None  # of the global batch norm
+        self._accumulated = False  # whether the last backward was in no_sync, so that gradients are this tower's own
+        self._gather: LabelledGather | None = None  # for global BatchNorm
 
     @property
     def _share(self) -> tuple[int, int]:
-        """How many examples (this tower, all towers) have in the step under way; (0, 0) if unknown."""
+        """Returns the numbers of examples (this tower, all towers) in the current step; (0, 0) if unknown."""
         return self.call.shares[0] if self.call is not None and self.call.shares else (0, 0)
 
     @property
@@ -224,7 +224,7 @@ class Watcher(TorchFunctionMode):
     def _event(self, what: str) -> Event:
         return Event(what, script_line(), len(self.trace.steps))
 
-    # Of the next three functions torch names all arguments behind the tensors, those that are left out, too.
+    # For the next three functions, torch passes all arguments after the tensors by name, even defaults.
 
     def _backward(self, loss: Tensor, gradient: Tensor | None, **options: Any) -> None:
         if self.call is not None:
@@ -233,13 +233,13 @@ class Watcher(TorchFunctionMode):
         whole, factors = self._factors(terms)
         if loss.numel() == 1:
             value = float(loss.detach().double().real)
-            # A factor of 0 makes 0 of NaN, too, the mean over an empty share.
+            # A factor of 0 turns even NaN, the mean over an empty share, into 0.
             multiplied = None if factors else value * whole if whole else 0.0
             self.losses.append(Loss(multiplied, terms, script_line(), self._share))
         scaled = scale_terms(loss, factors)
-        self._accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
+        self._accumulated = False  # averaging's writes are not changes by the script (torch 2.9 reports them)
         try:
-            with self:  # what backward computes again (checkpoints) is watched, too
+            with self:  # recomputations in backward (checkpoints) are watched, too
                 torch.autograd.backward(loss if whole == 1.0 else loss * whole, gradient, **options)
         finally:
             for handle in scaled:
@@ -248,7 +248,7 @@ class Watcher(TorchFunctionMode):
         self._accumulated = frame is not None and frame.strategy.accumulates
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
-        """The factors by which this run multiplies a whole loss, and some of several summands."""
+        """Returns the factors by which this run multiplies a whole loss, and some of several summands."""
         replica, change = current_replica(), self.interventions.loss
         if replica is None or self.call is None or change is LossFactor.NONE:
             return 1.0, {}
@@ -285,7 +285,7 @@ class Watcher(TorchFunctionMode):
         return F.scaled_dot_product_attention(**named)
 
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Leave out the dropout that a module's forward hands to torch inside other calls."""
+        """Leaves out the dropout that a module's forward passes to torch inside other calls."""
         if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or self.trace.virtual:
             return
         if module.dropout and module.training and inputs and isinstance(inputs[0], Tensor):
@@ -293,7 +293,10 @@ class Watcher(TorchFunctionMode):
         module.dropout = 0.0
 
     def leave_out(self, dropout: str, value: Tensor) -> bool:
-        """Note that a dropout is left out; with virtual towers, whose draws are equal on any number, it is not."""
+        """Notes a dropout, and returns whether it is left out.
+
+        With virtual towers, whose draws are equal on any number of towers, it is neither noted nor left out.
+        """
         if self.trace.virtual:
             return False
         self.trace.left_out.add("dropout")
@@ -311,7 +314,7 @@ class Watcher(TorchFunctionMode):
         if not isinstance(result, Tensor) or not has_values(result):
             return result
         if kwargs.get("generator") is None and not trace.virtual:
-            if state == self.drawn:  # otherwise something before it has drawn, too
+            if state == self.drawn:  # otherwise, an earlier call has drawn, too
                 self.drawn = draws.generator_state(self.device)
             key = len(trace.calls) - 1, len(call.draws)
             local = tuple(result.shape)

@@ -1,1 +1,1 @@
-"""Virtual towers: a step cut in the same way, and added up in the same order, on any number of towers."""
+"""Virtual towers, which split a step and add up its results identically on any number of towers."""

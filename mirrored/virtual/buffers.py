@@ -1,14 +1,14 @@
-"""Buffers while the virtual towers of a step run one after the other.
+"""Handling of buffers while the virtual towers of a step run one after another.
 
-Every virtual tower starts from the buffers as they were before the step. Afterwards a floating-point buffer that some
-have changed is the mean of what it became on those that had examples (batch norm's running statistics), and an integer
-one is what those that changed it made of it, which must be the same (batch norm's counter).
+Every virtual tower starts with the values from before the step. After the step, a floating-point buffer that some
+virtual towers changed is the mean of its values on the virtual towers with examples (BatchNorm's running statistics).
+An integer buffer has the value of the virtual towers that changed it, which must be equal (BatchNorm's counter).
 
-[Note: element by element] Means are taken element by element where any virtual tower has changed an element: what
-nobody changes keeps its bits (a mean of five equal numbers need not), and a mask of infinities stays one. Batch norm's
-running statistics are written without a new version of the tensor, so buffers of up to 16 KB are compared; a larger one
-counts as changed when its version is another one. One tower may keep a model that others dropped: buffers that not all
-towers have are left alone.
+[Note: element by element] A mean is computed only for elements that any virtual tower has changed. Unchanged elements
+keep their bits (the mean of five equal numbers may have other bits), and a mask of infinities is preserved. BatchNorm's
+running statistics are written without a new version of the tensor, so buffers of up to 16 KB are compared by value. A
+larger buffer counts as changed if its version has changed. One tower may keep a model that others have dropped, so
+buffers that not all towers have are not changed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from towers.system.torch_private import own_buffers
 
 
 class StepBuffers:
-    """All buffers of some modules, in one order.
+    """All buffers of some modules, in a fixed order.
 
     Args:
-        modules: with their names.
+        modules: the modules with their names.
 
     Attributes:
-        count: how many tensors :meth:`take` gives.
-        layout: a digest of what buffers there are.
+        count: the number of tensors that :meth:`take` returns.
+        layout: a digest of the buffers' names, dtypes and shapes.
         names: the buffers' names.
-        written: how many of this tower's virtual towers have changed a large floating-point buffer in this step.
-        differing: names of integer buffers of which this tower's virtual towers made different things, on a CPU in this
-            step, on a GPU in an earlier one.
+        written: the number of this tower's virtual towers that have changed a large floating-point buffer in this step,
+            by name.
+        differing: names of integer buffers for which this tower's virtual towers computed different values: on a CPU in
+            this step, on a GPU in an earlier step.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -62,11 +63,12 @@ class StepBuffers:
         for buffer in buffers:
             if buffer.is_small and not buffer.is_integer:
                 small.setdefault((buffer.tensor.device, buffer.tensor.dtype), []).append(buffer)
-        # In one order on all towers: a model that some tower has dropped may hold the first buffer of a dtype.
+        # The order must be equal on all towers: a model that some tower has dropped may contain the first buffer of a
+        # dtype.
         self._small = [Pack(small[kind]) for kind in sorted(small, key=str)]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}
-        self._unread: deque[tuple[list[str], HostCopy]] = deque()  # doubts of earlier steps
+        self._unread: deque[tuple[list[str], HostCopy]] = deque()  # differences of earlier steps
         self.written: dict[str, int] = {}
         self.differing: list[str] = []
         self.count = 2 * len(self._small) + len(self._large)
@@ -75,18 +77,18 @@ class StepBuffers:
         self.names = [buffer.name for buffer in buffers]
 
     def holds(self, tensors: list[Tensor]) -> bool:
-        """Whether these are all the buffers there are, in their shapes."""
+        """Returns whether ``tensors`` are all the buffers, with unchanged shapes."""
         same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return same and list(map(Tensor.size, tensors)) == self._shapes
 
     @property
     def counted(self) -> list[str]:
-        """Names of the integer buffers that this step has changed on this tower."""
+        """The names of the integer buffers that this step has changed on this tower."""
         return list(self._firsts)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A step begins: remember the values."""
+        """Stores the values at the start of a step."""
         if self._doubts:
             values = concatenated([doubt.view(1) for doubt in self._doubts.values()])
             self._unread.append((list(self._doubts), HostCopy(values)))
@@ -101,7 +103,7 @@ class StepBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give back the values from before the step."""
+        """Restores the values from before the step."""
         for pack in self._small:
             pack.write(pack.before)
         for buffer in self._alone:
@@ -110,10 +112,10 @@ class StepBuffers:
 
     @torch.no_grad()
     def take(self) -> list[Tensor | None]:
-        """The floating-point buffers after a virtual tower's forward, to be added up.
+        """Returns the floating-point buffers after a virtual tower's forward, to be added up.
 
-        Small ones of a dtype as one tensor, and another one that says which of their elements have changed; of the
-        large ones those that were written to. See [Note: element by element].
+        The small buffers of a dtype and device are one tensor, and a second tensor marks their changed elements. Each
+        large buffer is a tensor, or None if it was not written. See [Note: element by element].
         """
         taken: list[Tensor | None] = []
         for pack in self._small:
@@ -136,12 +138,12 @@ class StepBuffers:
     def packed(
         self, sums: Sequence[Tensor | None], common: set[str], written: set[str], counted: Sequence[str]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that all towers gather: floating-point sums, and integers for :meth:`agreed`.
+        """Returns the tensors that all towers gather: floating-point sums, and integers for :meth:`agreed`.
 
         Args:
-            sums: the sums of what :meth:`take` gave; None for zeros.
+            sums: the sums of the tensors of :meth:`take`; None for zeros.
             common: the names of buffers that all towers have.
-            written, counted: those of large and integer ones that any tower has changed.
+            written, counted: the names of large and of integer buffers that any tower has changed.
         """
         like = [t for pack in self._small for t in (pack.before, pack.before)]
         like += [wide(buffer.before) for buffer in self._large]
@@ -157,15 +159,15 @@ class StepBuffers:
     def agreed(
         self, counted: Sequence[str], rows: Sequence[Sequence[Tensor]], changed: Sequence[Sequence[str]]
     ) -> dict[str, Tensor]:
-        """The integers that towers have changed, by name.
+        """Returns the integer buffers that towers have changed, by name.
 
         Args:
-            counted: as in :meth:`packed`.
-            rows: by tower, its integers.
-            changed: by tower, names of those that it has changed.
+            counted: see :meth:`packed`.
+            rows: for each tower, its integers.
+            changed: for each tower, the names of the buffers that it has changed.
 
         Raises:
-            MirrorError: on all towers alike, where several have made different things of one. On GPUs it is among
+            MirrorError: on all towers: towers have different values of a buffer. On GPUs, the buffer is instead in
                 :attr:`differing` in a later step.
         """
         readable = all(map(_can_be_read, rows[0]))
@@ -188,13 +190,13 @@ class StepBuffers:
         written: Mapping[str, int],
         leaves: int,
     ) -> None:
-        """Give the buffers the values after the step.
+        """Sets the buffers to their values after the step.
 
         Args:
-            floats, common: as in :meth:`packed`, the floats added up over all towers.
-            integers: what :meth:`agreed` returned.
-            written: how many virtual towers have changed a large buffer.
-            leaves: how many virtual towers had examples.
+            floats, common: see :meth:`packed`; the floats are sums over all towers.
+            integers: the result of :meth:`agreed`.
+            written: the number of virtual towers that have changed a large buffer, by name.
+            leaves: the number of virtual towers with examples.
         """
         remaining = iter(floats)
         for pack in self._small:
@@ -213,7 +215,7 @@ class StepBuffers:
             self._integers[name].set(value)
 
     def _note_difference(self, name: str, first: Tensor, other: Tensor) -> None:
-        """Note whether an integer buffer is the same twice; on a GPU in a later step, so that nobody waits for it."""
+        """Notes whether two values of an integer buffer differ. On a GPU, a later step reads the result."""
         if _can_be_read(first):
             if not torch.equal(first, other):
                 self.differing.append(name)
@@ -222,7 +224,7 @@ class StepBuffers:
             self._doubts[name] = self._doubts[name] | doubt if name in self._doubts else doubt
 
     def refuse(self, name: str) -> None:
-        """Say that a buffer differs.
+        """Raises the error for an integer buffer that differs.
 
         Raises:
             MirrorError: always.
@@ -234,17 +236,17 @@ class StepBuffers:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    """Whether looking at the values does not wait for a GPU."""
+    """Returns whether the values can be read without waiting for a GPU."""
     return tensor.device.type == "cpu"
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers that some modules have."""
+    """Returns the buffers of some modules."""
     return [tensor for module in modules for tensor in own_buffers(module).values() if tensor is not None]
 
 
 def _mask(buffers: Sequence[Buffer], common: set[str]) -> Any:
-    """The elements, in the buffers' values one after the other, that belong to buffers that all towers have."""
+    """Selects the elements of buffers that all towers have, in the concatenated values of ``buffers``."""
     if all(buffer.name in common for buffer in buffers):
         return slice(None)
     flags = [torch.full((real(b.tensor).numel(),), b.name in common, device=b.tensor.device) for b in buffers]

@@ -1,4 +1,4 @@
-"""Cuts the arguments of a step into the parts of this tower's virtual towers."""
+"""Splits the arguments of a step among this tower's virtual towers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from towers.system import tree as trees
 
 
 class Cutter:
-    """Cuts batches where it is certain what belongs to the examples; see [Note: parts are copies].
+    """Splits batches if it is unambiguous which values are per-example; see [Note: parts are copies].
 
-    A value is the first of these that fits: something of a batch whose parts were collated one by one, an array with
-    an entry for each example, a structure of such values, a list of examples, or the same for all parts.
+    The first of these cases that fits applies: the value belongs to a batch whose parts were collated separately; it is
+    an array with an entry per example, a structure of such values, or a list of examples; otherwise, all parts receive
+    it.
 
     Args:
-        distribution: how batches are shared out.
+        distribution: how batches are split.
     """
 
     def __init__(self, distribution: Distribution) -> None:
@@ -25,15 +26,16 @@ class Cutter:
         self._pieces = distribution.pieces
 
     def part(self, value: Any, local: int, index: int, derived: bool = False) -> Any:
-        """The part of an argument of a step that one of this tower's virtual towers gets.
+        """Returns the part of a step's argument for one of this tower's virtual towers.
 
         Args:
-            local: how many examples of this tower the step has.
-            index: which of this tower's virtual towers, from 0.
-            derived: a tensor that was made of the batch's tensors will do where parts were collated one by one.
+            local: the number of this tower's examples in the step.
+            index: the index of the virtual tower on this tower, from 0.
+            derived: whether tensors computed from the batch's tensors are accepted even if parts were collated
+                separately.
 
         Raises:
-            ValueError: a tensor, array or list has another number of entries.
+            ValueError: a tensor, array or list has another number of entries; or see ``derived``.
         """
         for pieces in self._pieces.values():
             if (piece := pieces.get(id(value))) is not None:
@@ -45,7 +47,7 @@ class Cutter:
         return self._entries(value, local, index) if isinstance(value, (list, tuple)) else value
 
     def _entries(self, value: Any, local: int, index: int, derived: bool = True) -> Any:
-        """The entries of an array or list that belong to a virtual tower's examples."""
+        """Returns the entries of an array or list that belong to a virtual tower's examples."""
         share = self._known.get(value)
         entries = len(value)
         if entries != (share.local if share is not None else local):
@@ -66,14 +68,14 @@ class Cutter:
 
 
 def _is_structure(value: Any) -> bool:
-    """Whether a value is a list of fields of a batch, not of the examples of one field."""
+    """Returns whether a value is a list of fields of a batch, not of the examples of one field."""
     return isinstance(value, (list, tuple)) and any(
         isinstance(item, (Mapping, list, tuple)) or is_array(item) for item in value
     )
 
 
 def _holds_examples(value: Sequence[Any], count: int) -> bool:
-    """Whether a list holds ``count`` examples rather than the fields of a batch of so many."""
+    """Returns whether a list contains ``count`` examples, not the fields of a batch of ``count`` examples."""
     arrays = [leaf for leaf in trees.leaves(value) if is_array(leaf)]
     return len(value) == count and not any(len(array.shape) and array.shape[0] == count for array in arrays)
 

@@ -1,9 +1,9 @@
-"""Buffers of modules, one by one and, where they are small numbers, dozens as one tensor.
+"""Buffers of modules, as single tensors or, if they are small floating-point buffers, combined into one tensor.
 
-[Note: small buffers as one tensor] Every virtual tower reads and writes all buffers. One by one, those of a ResNet-18
-took 2.9 ms of CPU time of a step of 50 with 2 virtual towers of 4 examples, and 7.2 of 92 with 8 of one example. So the
-small floating-point ones of a dtype are read and written as one tensor, which leaves 1.1 and 2.7 ms. Integer ones would
-gain another 0.2 ms.
+[Note: small buffers as one tensor] Every virtual tower reads and writes all buffers. The times are for a ResNet-18. One
+by one, its buffers took 2.9 ms of CPU time of a step of 50 ms with 2 virtual towers of 4 examples. With 8 virtual
+towers of one example, they took 7.2 of 92 ms. So the small floating-point buffers of a dtype are read and written as
+one tensor, which takes 1.1 and 2.7 ms. Doing so with integer buffers would save another 0.2 ms.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from towers.errors import MirrorError
 from towers.system.torch_private import foreach_copy_, own_buffers
 
 _SMALL_BYTES = 2**14
-"""Buffers up to this size are compared whatever their version says: batch norm updates its running statistics without a
-new version. For larger ones (masks, tables) the version decides."""
+"""Buffers up to this size in bytes are compared by value, because BatchNorm updates its running statistics without a
+new version. For larger buffers (masks, tables), the version is compared.
+"""
 
 
 class Buffer:
-    """One buffer: the module and the key it is registered under, and its value before the step.
+    """One buffer: its module, its key in the module, and its value before the step.
 
     Attributes:
-        name: what messages call it; the same on all towers.
+        name: its name in messages, equal on all towers.
         before: its value before the step.
     """
 
@@ -38,7 +39,7 @@ class Buffer:
         self._shape = tensor.shape
         self.before = torch.empty(0, device="cpu")
         self._version = -1
-        self._by_value = self.is_integer and self.is_small and tensor.device.type == "cpu"  # nobody waits for a GPU
+        self._by_value = self.is_integer and self.is_small and tensor.device.type == "cpu"  # never wait for a GPU
 
     @property
     def is_integer(self) -> bool:
@@ -46,22 +47,25 @@ class Buffer:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is compared by value; not where its elements share memory, so that it cannot be written whole."""
+        """Whether the buffer can be compared by value. It cannot be if its elements share memory.
+
+        Such a buffer cannot be written whole.
+        """
         layout = zip(self.tensor.stride(), self.tensor.shape, strict=True)
         return self.tensor.nbytes <= _SMALL_BYTES and not any(stride == 0 and size > 1 for stride, size in layout)
 
     @property
     def home(self) -> dict[str, Tensor | None]:
-        """The dict in which it is registered; it outlives its module."""
+        """The dict in which the buffer is registered. The dict outlives its module."""
         module = self._module()
         return own_buffers(module) if module is not None else {self.key: self.tensor}
 
     @property
     def now(self) -> Tensor:
-        """The tensor that is registered now; the forward may have put another one there.
+        """The tensor that is registered now. The forward may have replaced it.
 
         Raises:
-            MirrorError: it is of another shape or dtype.
+            MirrorError: the tensor has another shape or dtype.
         """
         registered = self.home.get(self.key)
         if registered is None or not self.fits(registered):
@@ -73,27 +77,27 @@ class Buffer:
         return registered
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the shape and dtype that the buffer had when it was found."""
+        """Returns whether a tensor has the shape and dtype that the buffer had when it was found."""
         return tensor.shape == self._shape and tensor.dtype == self.tensor.dtype
 
     @property
     def was_written(self) -> bool:
-        """Whether it has another version than before, or another tensor is registered.
+        """Whether the tensor has another version than before, or another tensor is registered.
 
-        Also, if it is a small integer one on a CPU, whether it has another value.
+        For a small integer buffer on a CPU, also whether its value differs.
         """
         if self.home.get(self.key) is not self.tensor or self.tensor._version != self._version:
             return True
         return self._by_value and not (self.fits(self.tensor) and torch.equal(self.tensor, self.before))
 
     def begin(self) -> None:
-        """A step begins: keep the value, unless it is still the one that was kept last."""
+        """Stores the value at the start of a step, unless the stored value is still current."""
         if self._by_value or self.tensor._version != self._version:
             self.before = self.tensor.detach().clone()
             self._version = self.tensor._version
 
     def set(self, value: Tensor) -> None:
-        """Give the registered tensor a value, and see that it is the one that was there before the step."""
+        """Registers the tensor from before the step again, and sets its value."""
         self.home[self.key] = self.tensor
         self.tensor.copy_(value)
         self._version = -1 if value is not self.before else self.tensor._version
@@ -103,10 +107,10 @@ class Pack:
     """Small buffers that are read and written as one tensor; see [Note: small buffers as one tensor].
 
     Args:
-        buffers: floating-point or complex ones of one dtype, on one device.
+        buffers: floating-point or complex buffers of one dtype, on one device.
 
     Attributes:
-        before: their values before the step, one after the other, as real numbers of 32 bits or more.
+        before: the values before the step, concatenated, as real numbers of at least 32 bits.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -115,27 +119,27 @@ class Pack:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: keep the values."""
+        """Stores the values at the start of a step."""
         self.before = self.read()
         self._pieces = self._cut(self.before)
 
     def read(self) -> Tensor:
-        """The values now.
+        """Returns the current values.
 
         Raises:
-            MirrorError: the forward has put a tensor of another shape or dtype in the place of one.
+            MirrorError: the forward has replaced a buffer by a tensor of another shape or dtype.
         """
         return wide(torch.cat([buffer.now.reshape(-1) for buffer in self.buffers])).reshape(-1)
 
     def write(self, values: Tensor) -> None:
-        """Give all of them values, and see that the registered tensors are those from before the step."""
+        """Registers the tensors from before the step again, and sets their values."""
         for buffer in self.buffers:
             buffer.home[buffer.key] = buffer.tensor
-        # Of one dtype each: GPUs have mixed up several (pytorch issue 173383).
+        # Each call has only one dtype, because GPUs have mixed up several (pytorch issue 173383).
         foreach_copy_(self._tensors, self._pieces if values is self.before else self._cut(values))
 
     def _cut(self, values: Tensor) -> list[Tensor]:
-        """Each buffer's values, in its shape."""
+        """Returns each buffer's values, in its shape."""
         if self._tensors[0].is_complex():
             values = torch.view_as_complex(values.view(-1, 2))
         rows = values.split([tensor.numel() for tensor in self._tensors])
@@ -143,16 +147,16 @@ class Pack:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers."""
+    """Returns a view of the tensor as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The same values as real numbers of 32 bits or more."""
+    """Returns the values as real numbers of at least 32 bits."""
     numbers = real(tensor)
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def narrow(value: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`real`, for a tensor like ``like``."""
+    """Reverses :func:`real` for a tensor of the kind of ``like``."""
     return torch.view_as_complex(value) if like.is_complex() else value

@@ -1,23 +1,23 @@
-"""Virtual towers: the work of a step is cut in the same way, and added up in the same order, on any number of towers.
+"""Virtual towers: a step is split, and its results are added up, identically on any number of towers.
 
-A global batch is cut into V parts, whatever the number of towers. For each part the random generators are seeded from
-(seed, step, part), the buffers are those from before the step, and forward and backward run on a fixed shape.
-Gradients, losses and buffers are added up by one balanced binary tree over the V parts: subtrees inside a
-tower first, then across towers. As the tree is the same for every number of towers, so is every bit.
+A global batch is split into V parts, for any number of towers. For each part, the random generators are seeded from
+(seed, step, part), the buffers have their values from before the step, and forward and backward run on a fixed shape.
+Gradients, losses and buffers are added up in one balanced binary tree over the V parts: first the subtrees inside a
+tower, then across towers. The tree is the same for every number of towers, so the bits are, too.
 
-[Note: gradients are added when all parts are computed] They are not added up while the last part's backward runs, since
-a tree needs its leaves whole. On CPUs nothing is lost by that; on GPUs communication is not hidden behind the last
-part.
+[Note: gradients are added when all parts are computed] Gradients are not added up while the last part's backward runs,
+because the tree needs complete leaves. On CPUs, this costs nothing. On GPUs, communication does not overlap with the
+last part.
 
-[Note: parts are copies] Kernels may sum in another order at another alignment or stride, and a part is a slice on one
-tower and a whole tensor on another. So a virtual tower gets copies. Parts are cut where it is certain what belongs to
-the examples, or whether a tensor of four class weights is a batch of four would depend on the number of towers. A batch
-of a ``collate_fn`` can be padded, packed or indexed in ways that cutting breaks, so it is collated again for every
-part.
+[Note: parts are copies] Kernels may sum in another order if alignment or strides differ, and a part is a slice on one
+tower and a whole tensor on another. So each virtual tower receives copies. Batches are split only if it is unambiguous
+which tensors are per-example. Otherwise, the number of towers would decide whether a tensor of four class weights is
+treated as a batch of four. The result of a ``collate_fn`` may be padded, packed or indexed, which splitting would
+break. So it is collated separately for every part.
 
-[Note: towers draw alike] Outside of ``strategy.backward`` all towers draw the same random numbers, where they otherwise
-have streams of their own: what a script does there (noise on parameters, a layer drawn to be skipped) must not depend
-on the number of towers.
+[Note: towers draw alike] Outside ``strategy.backward``, all towers draw the same random numbers, instead of each
+tower's own. The script's random choices there (noise on parameters, randomly skipped layers) must not depend on the
+number of towers.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ log = get_logger("mirrored")
 
 @dataclasses.dataclass
 class _Report:
-    """One tower's report to the others on its part of a step.
+    """One tower's report to the others about its part of a step.
 
     Attributes:
-        leaves: how many of its virtual towers had examples.
+        leaves: the number of its virtual towers that had examples.
         traced: whether a loss required a gradient.
         dtype: the losses' dtype.
-        layout, written, counted, differing: as in :class:`StepBuffers`.
-        names: its buffers' names; asked for only where layouts differ: one tower may keep a model that others dropped.
+        layout, written, counted, differing: see :class:`StepBuffers`.
+        names: its buffers' names. They are gathered only if layouts differ, because one tower may keep a model that
+            others dropped.
     """
 
     leaves: int
@@ -83,12 +84,12 @@ class VirtualTowers:
     """The virtual towers of one strategy.
 
     Args:
-        distribution: how batches are shared out; they are cut into one part for each virtual tower.
-        averager: adds up gradients over several towers; None at one.
+        distribution: how batches are split: one part for each virtual tower.
+        averager: adds up gradients over several towers; None for one tower.
         modules: returns the modules that have buffers, with their names.
 
     Attributes:
-        step: counts the backwards; together with the seed it says what is random in the next one.
+        step: the number of backwards. The random numbers of the next one depend on it and on the seed.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class VirtualTowers:
             )
 
     def add(self, parameters: Sequence[Named]) -> None:
-        """Add up the gradients of these, too, in every backward from now on."""
+        """Adds parameters whose gradients every later backward adds up."""
         self._parameters += [weakref.ref(named.tensor) for named in parameters]
         self._modules = [(name, weakref.ref(module)) for name, module in self._find_modules()]
         self._buffers = None
@@ -133,7 +134,7 @@ class VirtualTowers:
         replica: ReplicaContext,
         seed: int,
     ) -> Tensor:
-        """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
+        """Writes the gradient of the global mean to the parameters, and returns it (see ``Strategy.backward``)."""
         if not batch:
             raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to split into virtual towers")
         local = self._known.local_examples(batch)
@@ -174,14 +175,15 @@ class VirtualTowers:
         parameters: Sequence[Tensor],
         buffers: StepBuffers,
     ) -> tuple[list[Tensor | None], _Report]:
-        """Forward and backward of this tower's virtual towers, one after the other.
+        """Runs forward and backward of this tower's virtual towers, one after another.
 
         Args:
-            local: examples of this tower's share.
-            total: what the sum of all losses is divided by.
+            local: the number of examples of this tower's share.
+            total: the divisor of the sum of all losses.
 
         Returns:
-            The sums over them of gradients, losses (float64) and what ``StepBuffers.take`` gives; and how it went.
+            The sums of gradients, losses (float64) and the tensors of ``StepBuffers.take`` over the virtual towers; and
+            a report.
         """
         subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
         for part, (start, end) in enumerate(self._cut.parts_of(local)):
@@ -195,7 +197,7 @@ class VirtualTowers:
             *inputs, weight = self._part(batch, sample_weight, local, part)
             with range_("mirrored::virtual-tower"):
                 loss = _loss(loss_fn(*inputs), weight, end - start, total)
-                if loss.requires_grad:  # a part may have nothing to learn from
+                if loss.requires_grad:  # a part's loss may depend on no parameter
                     loss.backward()
             leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
             gradients = [parameter.grad for parameter in parameters]
@@ -206,7 +208,7 @@ class VirtualTowers:
     def _total(
         self, local: int, weight: Tensor | float | None, denominator: str, replica: ReplicaContext
     ) -> Tensor | float:
-        """The divisor of the sum of all losses: the examples of all towers, or their weights."""
+        """Returns the divisor of the sum of all losses: the number of examples of all towers, or their total weight."""
         tensor = weight if isinstance(weight, Tensor) and weight.dim() else None
         if tensor is not None and tensor.shape[0] != local:
             raise ValueError(f"sample_weight of shape {tuple(tensor.shape)} does not fit {local} examples")
@@ -217,7 +219,7 @@ class VirtualTowers:
         raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
 
     def _part(self, batch: Sequence[Any], weight: Any, local: int, part: int) -> list[Any]:
-        """One virtual tower's part of batch and weight; see [Note: parts are copies]."""
+        """Returns one virtual tower's part of the batch, and then of the weight; see [Note: parts are copies]."""
         parts = [self._cutter.part(value, local, part) for value in batch]
         parts.append(self._cutter.part(weight, local, part, derived=True))
         copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, parts)
@@ -225,7 +227,7 @@ class VirtualTowers:
 
     @torch.no_grad()
     def _total_weight(self, weight: Tensor, local: int) -> Tensor:
-        """The sum of a weight of each example (or of its tokens) over all towers, in float64; 1 where it is 0."""
+        """Returns the sum of weights per example (or token) over all towers, in float64, or 1 if it is 0."""
         sums = [weight[start:end].double().sum() for start, end in self._cut.parts_of(local)]
         gathered = self._comm.all_gather(torch.stack(sums)).flatten()
         total = torch.empty_like(sums[0])
@@ -239,10 +241,10 @@ class VirtualTowers:
         return self._buffers
 
     def _gather_reports(self, own: _Report, buffers: StepBuffers) -> list[_Report]:
-        """The reports of all towers.
+        """Returns the reports of all towers.
 
         Raises:
-            MirrorError, RuntimeError: on all towers alike.
+            MirrorError, RuntimeError: on all towers.
         """
         reports = [own]
         if self._comm.size > 1:
@@ -260,10 +262,10 @@ class VirtualTowers:
 
     @torch.no_grad()
     def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], reports: list[_Report]) -> Tensor:
-        """Add up losses and buffers over the towers; gives the buffers their new values.
+        """Adds up losses and buffers over the towers, sets the buffers, and returns the loss.
 
         Args:
-            sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
+            sums: the sums over this tower's virtual towers: of the losses (float64), then of the tensors of ``take``.
         """
         common = set.intersection(*(set(report.names or buffers.names) for report in reports))
         written: Counter[str] = Counter()
@@ -286,7 +288,7 @@ class VirtualTowers:
         return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Every tower's tensors, of which all have the same kinds, by one collective on this tower's device."""
+        """Returns every tower's tensors, with one collective. Shapes and dtypes must be equal on all towers."""
         if self._comm.size == 1:
             return [list(tensors)]
         packed = torch.cat([on_device(as_bytes(tensor), self._comm.device) for tensor in tensors])
@@ -300,10 +302,10 @@ class VirtualTowers:
 
 
 def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: Tensor | float) -> Tensor:
-    """One virtual tower's part of the global mean.
+    """Returns one virtual tower's part of the global mean.
 
     Raises:
-        ValueError: not one loss for each of its examples.
+        ValueError: there is not one loss for each of its examples.
     """
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else None
     if shape is None or not shape or shape[0] != examples:
@@ -330,7 +332,7 @@ def _give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
 
 @torch.no_grad()
 def _add(parameters: Sequence[Tensor], previous: Sequence[Tensor | None]) -> None:
-    """Add new gradients to those that were there before, as backward does."""
+    """Adds the earlier gradients to the new ones, as ``backward()`` does."""
     for parameter, before in zip(parameters, previous, strict=True):
         if before is not None:
             if parameter.grad is None:
