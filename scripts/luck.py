@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.processes import family  # noqa: E402
+from tests.support.processes import family, state_of  # noqa: E402
 
 USAGE = """scripts/luck [--times K] [--seed N] [--all] [CONDITION …] [-- PYTEST ARGUMENT …]
 
@@ -111,13 +111,6 @@ def half_core(run: Run) -> None:
     run.enter = lambda: (group / members).write_text(str(os.getpid()))
 
 
-def stopped(process: int) -> bool:
-    """Returns whether a process has been stopped."""
-    with contextlib.suppress(OSError):
-        return (pathlib.Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 def stops(run: Run) -> None:
     """Processes of tests are stopped for 5 to 300 ms at random moments."""
 
@@ -125,12 +118,11 @@ def stops(run: Run) -> None:
         while process.poll() is None:
             if len(processes := family(process.pid)) > 1:
                 chosen = numbers.choice(processes[1:])
-                if stopped(chosen):  # by its test
-                    continue
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(chosen, signal.SIGSTOP)
-                    time.sleep(numbers.uniform(0.005, 0.3))
-                    os.kill(chosen, signal.SIGCONT)
+                if state_of(chosen) != "T":  # its test has not stopped it
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(chosen, signal.SIGSTOP)
+                        time.sleep(numbers.uniform(0.005, 0.3))
+                        os.kill(chosen, signal.SIGCONT)
             time.sleep(numbers.uniform(0.0, 0.1))
 
     run.watch = watch

@@ -13,12 +13,11 @@ import torch
 import mirrored
 from tests.support.jobs import towers
 from tests.support.meeting import meet, say, wait_for
-from tests.support.processes import has_ended
 from tests.support.waiting import wait_until
 from towers import errors as towers_errors
 from towers.collectives import values
 from towers.collectives.shared_memory import regions, semaphores
-from towers.system.timeouts import clock
+from towers.collectives.shared_memory.peer_processes import PeerProcesses
 
 
 def die_while_others_wait(strategy: mirrored.Strategy) -> None:
@@ -167,16 +166,24 @@ def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
 
 
 def end_before_another_has_left(strategy: mirrored.Strategy) -> int:
-    """Tower 2 sends its second signal of the last barrier after the end of tower 0, to which it has sent the first."""
+    """Tower 2 signals its arrival to tower 0, and to tower 1 only when that one has seen the end of tower 0."""
     comm = strategy.communicator
-    first = int(values.gather(comm, torch.tensor([os.getpid()]), 0)[0])
+    comm.barrier()
+    if comm.index == 1:
+        gone = PeerProcesses.gone
+
+        def gone_announced(peers: PeerProcesses) -> list[int]:
+            if found := gone(peers):
+                say("tower 1 has seen the end of tower 0")
+            return found
+
+        PeerProcesses.gone = gone_announced
     if comm.index == 2:
         post = semaphores.post
 
         def post_late(address: int) -> None:
             post(address)
-            wait_until(lambda: has_ended(first))
-            clock.sleep(1.0)  # tower 1 looks for towers that have ended
+            wait_for("tower 1 has seen the end of tower 0")
 
         semaphores.post = post_late
     comm.barrier()

@@ -311,6 +311,14 @@ def test_every_row_of_bad_inputs_has_a_test() -> None:
     assert marked == set(range(1, 82)), marked ^ set(range(1, 79))
 
 
+def test_every_page_is_in_the_contents_and_in_the_navigation() -> None:
+    """GitHub shows docs/contents.md, the site mkdocs.yml."""
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    linked = set(re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "docs/contents.md").read_text()))
+    assert pages - {"contents.md"} <= linked
+    assert pages <= set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)

@@ -12,6 +12,7 @@ import pytest
 from tests.support.jobs import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+SOURCES = sorted(path for top in ("mirrored", "towers") for path in (ROOT / top).rglob("*.py"))
 AVOIDED = {
     r"\b(goes|go|going|went) on\b": "continues, resumes",
     r"\b(anew|in vain|first of all)\b": "again, without success, root cause",
@@ -49,6 +50,14 @@ def sentences_of(text: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?:;])\s+", " ".join(part.split()))
 
 
+def docstrings_of(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """The docstrings of a module, with their lines, without code, names of arguments, and titles of notes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code = r"\[Note:[^]]*\]|(?::\w+:)?`+[^`]*`+|^ +[\w, ]+:"
+            yield node.lineno, " ".join(re.sub(code, " x ", node.value.value, flags=re.MULTILINE).split())
+
+
 def messages_of(path: pathlib.Path) -> Iterator[tuple[int, str]]:
     """The texts of a module that are not docstrings, with their lines. Values in them are left out."""
     tree = ast.parse(path.read_text())
@@ -78,13 +87,12 @@ def test_a_page_has_plain_words_and_short_sentences(page: pathlib.Path) -> None:
     assert not found, "\n".join(found)
 
 
-def test_messages_have_plain_words() -> None:
+def test_docstrings_and_messages_have_plain_words() -> None:
     found = []
-    for top in ("mirrored", "towers"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            for line, text in messages_of(path):
-                if len(text.split()) >= 3:
-                    found += [f"{path.relative_to(ROOT)}:{line}: {each}" for each in avoided_in(text)]
+    for path in SOURCES:
+        for line, text in [*docstrings_of(path), *messages_of(path)]:
+            if len(text.split()) >= 3:
+                found += [f"{path.relative_to(ROOT)}:{line}: {each}" for each in avoided_in(text)]
     assert not found, "\n".join(found)
 
 
@@ -93,14 +101,12 @@ OF_TORCH = ("Gloo connectFullMesh", "Unable to find address", "DataLoader worker
 
 
 def test_messages_that_troubleshooting_quotes_exist() -> None:
-    sources = [path for top in ("mirrored", "towers") for path in (ROOT / top).rglob("*.py")]
-    messages = "\n".join(" ".join(text.split()) for path in sources for _, text in messages_of(path))
+    messages = "\n".join(" ".join(text.split()) for path in SOURCES for _, text in messages_of(path))
     quotes = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/how-to/troubleshooting.md").read_text(), re.MULTILINE)
     assert len(quotes) > 30
     for quote in quotes:
         text = re.sub(r"^\w+Error: ", "", quote)
         values = r"…|the chief \(worker 0\)|MirroredStrategy|nan|\b[A-Z]+\b(?::[A-Z]+)?|\d+"
-        parts = re.split(values, text)
-        words = [part.strip(" ,;:()") for part in parts]
+        parts = [part.strip(" ,;:()") for part in re.split(values, text)]
         if not text.startswith(OF_TORCH):
-            assert all(part in messages for part in words if len(part.split()) > 2), quote
+            assert all(part in messages for part in parts if len(part.split()) > 2), quote

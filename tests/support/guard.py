@@ -112,13 +112,14 @@ class Guard:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[object]:
         """Keeps the processes that a fixture of several tests starts, and their families, until its end."""
+        if fixturedef.scope == "function":
+            return (yield)
         before = set(family(os.getpid()))
         try:
             return (yield)
         finally:
-            if fixturedef.scope != "function":
-                self._of_fixtures[fixturedef] = set(family(os.getpid())) - before
-                _kept.update(self._of_fixtures[fixturedef])
+            self._of_fixtures[fixturedef] = set(family(os.getpid())) - before
+            _kept.update(self._of_fixtures[fixturedef])
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
         if fixturedef.scope == "session":  # multiprocessing's servers end with this process

@@ -230,7 +230,7 @@ class Barrier(Caller):
 
         Args:
             awaited: the tower whose arrival this tower waits for.
-            number: of the arrival. Other towers may end after it, even if this tower has not left the barrier yet.
+            number: the number of that arrival. Another tower that has arrived as often may have ended.
         """
         gone = [tower for tower in self._peers.gone() if tower == awaited or not self._has_arrived(tower, number)]
         if not gone:
