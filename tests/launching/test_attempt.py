@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -140,3 +141,12 @@ def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(play_cluster, "_GRACE", 0.5)
     assert play_cluster.play([sys.executable, "-c", textwrap.dedent(STUBBORN)], 2) == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_reserved_ports_are_free_at_all_addresses() -> None:
+    for one in play_cluster.reserve_ports(2):
+        port = one.getsockname()[1]
+        with socket.socket() as taken, pytest.raises(OSError, match="in use"):
+            taken.bind(("127.0.0.2", port))  # as the system does for a connection from this address
+        for host in ("127.0.0.1", ""):
+            socket.create_server((host, port)).close()

@@ -25,14 +25,19 @@ _GRACE = 10.0  # seconds for the other workers to end, after one has failed
 
 
 def reserve_ports(count: int) -> list[socket.socket]:
-    """Returns sockets with loopback ports that the system assigns to no other process while they are open.
+    """Returns sockets with ports that the system assigns to no other process while they are open.
 
-    Linux lets another socket listen on such a port if both have SO_REUSEADDR and this one does not listen.
+    They are bound to all addresses, because a connection that uses a port at one address would prevent a server, such
+    as Ray's, from listening on this port at all of them. Linux lets another socket listen on such a port if both have
+    SO_REUSEADDR and this one does not listen.
     """
-    sockets = [socket.socket() for _ in range(count)]
+    dual = socket.has_dualstack_ipv6()
+    sockets = [socket.socket(socket.AF_INET6 if dual else socket.AF_INET) for _ in range(count)]
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(("127.0.0.1", 0))
+        if dual:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        one.bind(("", 0))
     return sockets
 
 
