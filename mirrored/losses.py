@@ -13,11 +13,11 @@ share is an error that contains the fix. Dividing by "entries × towers" would g
 number: entries per example (flattened tokens) differ between towers if each pads its own share. Without a distributed
 batch, the towers add up their numbers of examples, in one small message per loss.
 
-[Note: a compiled loss asks when it runs] The number of examples of a step belongs to its batch, through weak references
-that ``torch.compile`` cannot follow. It can change while this tower's share does not, so no graph may store the number.
-A compiled function therefore calls a custom operator whose result is a tensor. The gradient's factor is an autograd
-function with a forward derivative, which tracers refuse. Compiled, it consists of operations that preserve infinities
-and NaN (``x - x.detach()`` would turn infinity into NaN).
+[Note: a compiled loss is bound when it runs] The number of examples of a step belongs to its batch, through weak
+references that ``torch.compile`` cannot follow. It can change while this tower's share does not, so no graph may store
+the number. A compiled function therefore calls a custom operator whose result is a tensor. The gradient's factor is an
+autograd function with a forward derivative, which tracers refuse. Compiled, it consists of operations that preserve
+infinities and NaN (``x - x.detach()`` would turn infinity into NaN).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
     if towers == 1:
         return value
     if torch.compiler.is_compiling():
-        # see [Note: a compiled loss asks when it runs]; these operations are one kernel once they are compiled
+        # see [Note: a compiled loss is bound when it runs]; these operations are one kernel once they are compiled
         constant = value.detach()
         return torch.where(constant.isfinite(), constant + towers * (value - constant), towers * value)
     scaled: Tensor = _ScaleGradient.apply(value, towers)
@@ -195,7 +195,7 @@ def _measured_in_a_graph(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the count of :func:`_measure` as a tensor, and the losses and weights, zero if they do not count.
 
-    See [Note: a compiled loss asks when it runs].
+    See [Note: a compiled loss is bound when it runs].
     """
     if batch is not None and batch != () and not isinstance(batch, Tensor):
         raise TypeError("compute_average_loss in a compiled function takes a tensor of the batch as batch=, or ()")
@@ -276,7 +276,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         ValueError: see [Note: a loss must fit its batch]; the distributed batch has another number of examples, or
         several batches could be intended.
     """
-    # see [Note: batch sizes travel beside the batch]
+    # see [Note: batch sizes are sent with the batch]
     known = replica.strategy.known_shares
     shares = known.at_hand(replica.arguments) if batch is None else known.named(batch)
     if not shares:

@@ -1,6 +1,6 @@
 """Shares of global batches (rule R4, docs/concepts/towers.md), and a table with the share of each tensor.
 
-[Note: batch sizes travel beside the batch] A loss must be divided by the size of the global batch (rule R3). A tower
+[Note: batch sizes are sent with the batch] A loss must be divided by the size of the global batch (rule R3). A tower
 has only its own examples of it, and the script passes only its tensors to the loss. A distributed dataset therefore
 records, in a table of its strategy (:class:`KnownShares`), the sizes of the share and of the global batch. It does so
 for every tensor, array and other object of a batch that it yields. Entries are weak references by the object's
@@ -133,7 +133,7 @@ def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
 class KnownShares:
     """Maps a batch's tensors (or other objects) to their share, for as long as they exist.
 
-    See [Note: batch sizes travel beside the batch].
+    See [Note: batch sizes are sent with the batch].
 
     Attributes:
         in_hand: the share of the newest batch of each loop over distributed data.

@@ -8,7 +8,7 @@ layers would break references in the script. A function assigned to the object w
 shallow copies. The class's forward, torch's or a custom one, is called unchanged, and only its call of ``F.batch_norm``
 is replaced.
 
-[Note: forwards of their own] The forward of a BatchNorm subclass may do more than normalise: drop, activate, scale by a
+[Note: custom forwards] The forward of a BatchNorm subclass may do more than normalise: drop, activate, scale by a
 condition. It normalises with ``super().forward(x)``, a method of torch's class, or ``F.batch_norm`` with the layer's
 parameters. All of these, and torch's forward itself, look that function up by name in ``torch.nn.functional``. So while
 a forward runs, the name refers to another function. It handles the layer's own calls and passes the others on. A

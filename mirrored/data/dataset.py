@@ -84,7 +84,7 @@ class DistributedDataset(ABC):
                 if isinstance(batch, CollatedParts):
                     self._pieces[epoch] = batch.pieces()
                     batch = batch.collated
-                known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
+                known.add(batch, share)  # see [Note: batch sizes are sent with the batch]
                 known.in_hand.set(loop, share)
                 self._events.loaded(share.local, share.total)
                 yield batch

@@ -1,6 +1,6 @@
 """Runs all checks.
 
-[Note: checks that try] Whether towers can share memory or reach each other depends on more than a list of conditions
+[Note: checks by trial] Whether towers can share memory or reach each other depends on more than a list of conditions
 (sandboxes, firewalls, user namespaces). So the last checks start real towers with :func:`mirrored.launch`, which
 average a bucket as in training. The earlier checks explain failures of these. There is no separate check for properties
 that these towers test (loopback, shared memory), or for the output of ``python -m torch.utils.collect_env`` (driver,
@@ -30,7 +30,7 @@ _CHECKS: Mapping[str, Check] = {
     "interfaces": network.check_interfaces,
     "TF_CONFIG": launchers.check_tf_config,
     "launcher": launchers.check_launcher,
-    "CPU towers": jobs.check_cpu_towers,  # see [Note: checks that try]
+    "CPU towers": jobs.check_cpu_towers,  # see [Note: checks by trial]
     "GPU towers": jobs.check_gpu_towers,
 }
 

@@ -15,8 +15,8 @@ evaluations, and the best result so far stays the best. A row is written last: a
 it is never left out. Checkpoints are identified by the SHA-256 of their tensors: a run that went back to an earlier
 step writes different checkpoints under the same names.
 
-[Note: towers decide alike] All towers have the same rows, and metrics that are compared. Each tower therefore decides
-independently, and an error occurs on all of them. Only the chief watches and writes.
+[Note: towers decide identically] All towers have the same rows, and metrics that are compared. Each tower therefore
+decides independently, and an error occurs on all of them. Only the chief watches and writes.
 """
 
 from __future__ import annotations

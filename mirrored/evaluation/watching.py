@@ -6,7 +6,7 @@ folder. The links stay until the checkpoint was read, even if the run prunes its
 they use disk space only after that pruning. A checkpoint has its name only when it is complete, so held checkpoints are
 complete, too.
 
-[Note: an end that was there before] A note that the run has ended may be from an earlier run: the watched run is just
+[Note: an end of an earlier run] A note that the run has ended may be from an earlier run: the watched run is just
 starting, and will remove it. Such a note counts only after a minute (or ``timeout_seconds``, if shorter), and only
 while it still exists.
 """
@@ -66,7 +66,7 @@ def checkpoints_iterator(
     wait, grace, count = Deadline(timeout_seconds), Deadline(min(_GRACE, timeout_seconds)), 0
 
     def hold_new() -> None:
-        """Links new checkpoints; see [Note: new checkpoints are held] and [Note: an end that was there before]."""
+        """Links new checkpoints; see [Note: new checkpoints are held] and [Note: an end of an earlier run]."""
         seen, numbers, warned, is_old = set[tuple[int, int, int]](), itertools.count(), set[pathlib.Path](), True
         while not closes.is_set():
             note, misses = source.note(ENDED), False

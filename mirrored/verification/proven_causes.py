@@ -167,7 +167,8 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
     many, towers, factor = comparison.many, len(comparison.many), now.loss
     loss = first_loss(many[0], at)
     alone, term = _batch_term(first_loss(comparison.one, at), loss, now.terms)
-    made = f"on tower 0 {'a summand of ' if now.terms else ''}the loss{at_line(loss.line if loss else None)} is {term}"
+    place = at_line(loss.line if loss else None, "backward()")
+    made = f"on tower 0 {'a summand of ' if now.terms else ''}the loss{place} is {term}"
     shown = f"a further run in which each tower's loss was multiplied by {factor.value}: {outcome}"
     fix = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
     if factor is LossFactor.SHARE:

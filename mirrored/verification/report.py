@@ -87,9 +87,9 @@ class Explanation:
     shown_by: str = ""
 
 
-def at_line(line: int | None) -> str:
-    """Returns ``" (line 12)"``, or an empty string if the line is unknown."""
-    return f" (line {line})" if line is not None else ""
+def at_line(line: int | None, call: str = "") -> str:
+    """Returns ``" (line 12)"``, with the call in that line if given, or an empty string if the line is unknown."""
+    return f" ({call and f'{call} in '}line {line})" if line is not None else ""
 
 
 def first_names(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ which tensors are per-example. Otherwise, the number of towers would decide whet
 treated as a batch of four. The result of a ``collate_fn`` may be padded, packed or indexed, which splitting would
 break. So it is collated separately for every part.
 
-[Note: towers draw alike] Outside ``strategy.backward``, all towers draw the same random numbers, instead of each
+[Note: towers draw identically] Outside ``strategy.backward``, all towers draw the same random numbers, instead of each
 tower's own. The script's random choices there (noise on parameters, randomly skipped layers) must not depend on the
 number of towers.
 """

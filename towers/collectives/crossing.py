@@ -10,7 +10,7 @@ a bucket still crosses once per host, over several connections, and no part of i
     write it to the others      of this host, when it has arrived
     barrier                     once for all buckets
 
-[Note: nobody waits in a backward] Whether the others have filled a bucket is checked whenever this tower has filled
+[Note: no tower waits in a backward] Whether the others have filled a bucket is checked whenever this tower has filled
 one. This tower waits for the others when its backward is done. So all waits are in the main thread, one at a time, as
 the search for deadlocks needs it. Buckets start in one order, on all towers of a lane.
 """

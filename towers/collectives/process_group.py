@@ -8,9 +8,10 @@ exit joins the threads. With NCCL, that waits for all towers, even for one that 
 graphs that contain collectives. So do its destructors. Therefore, with NCCL, a process that has not left after a minute
 (after a failure: a second) ends at once, and skips the rest of the interpreter's end.
 
-[Note: a group is there when all have it] Of two towers that Gloo connects, one is done as soon as the other's port has
-accepted its connection. If it then leaves the group, the other one, which still forms it, fails with "connectFullMesh …
-closed by peer". So a group starts with a barrier. For the default group, that is a strategy's first collective.
+[Note: a group exists when all towers have it] Of two towers that Gloo connects, one is done as soon as the other's port
+has accepted its connection. If it then leaves the group, the other one, which still forms it, fails with
+"connectFullMesh … closed by peer". So a group starts with a barrier. For the default group, that is a strategy's first
+collective.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class ProcessGroupCommunicator(Communicator):
         other.health = self.health
         other.health.watch(other)
         other.name, other.towers = name, towers
-        other.barrier()  # see [Note: a group is there when all have it]
+        other.barrier()  # see [Note: a group exists when all towers have it]
         return other
 
     def close(self) -> None:

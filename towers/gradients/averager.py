@@ -16,8 +16,8 @@ One backward consists of these steps:
 [Note: buckets in the order of arrival] The first backward shows in which order gradients arrive. If collectives run in
 parallel with the backward, buckets are then laid out again in tower 0's order, so that they fill one after the other.
 
-[Note: a channel of its own] Gradients are averaged over a communicator that no other code uses. Otherwise, a collective
-of the script inside a backward could meet a bucket of a tower whose buckets fill in another order.
+[Note: a separate communicator] Gradients are averaged over a communicator that no other code uses. Otherwise, a
+collective of the script inside a backward could meet a bucket of a tower whose buckets fill in another order.
 
 [Note: the last one averages] If a model is mirrored by one strategy after another, only the last one's averager is
 attached to it. A second average of a gradient of which a tower has averaged only its chunk would be wrong. For the
@@ -85,7 +85,7 @@ class GradientAverager(GradientReducer):
     """Attaches to parameters and keeps their gradients averaged.
 
     Args:
-        channel: a communicator that no other code uses (see [Note: a channel of its own]).
+        channel: a communicator that no other code uses (see [Note: a separate communicator]).
         bucket_bytes: size of a bucket; None: the channel's.
         reduction: how buckets are averaged. Default: with all-reduces.
         lazy: completes gradients that ``reduction`` leaves incomplete, or None.

@@ -11,10 +11,10 @@ of such towers or, in shared memory, which averages the tail as well, that numbe
 the backward (:class:`towers.gradients.usage.Summary`). Between GPUs, these flags are sent in another way
 (:mod:`towers.gradients.usage`).
 
-[Note: gradients lie in buckets] When a backward is done, each gradient that any tower computed is a view of its bucket
-(a tower's own gradient since the bucket was packed, or earlier; see below). So no gradient is copied out after the sum.
-DDP's ``gradient_as_bucket_view`` does the same and saves a copy of all gradients per step. It breaks code that keeps
-``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled
+[Note: gradients are stored in buckets] When a backward is done, each gradient that any tower computed is a view of its
+bucket (a tower's own gradient since the bucket was packed, or earlier; see below). So no gradient is copied out after
+the sum. DDP's ``gradient_as_bucket_view`` does the same and saves a copy of all gradients per step. It breaks code that
+keeps ``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled
 again, the holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new
 memory. The slots' own views are never installed as gradients, because ``Module.to`` and ``p.grad.data = …`` would move
 them out of the bucket.
@@ -26,7 +26,7 @@ last. (Through Gloo, the copy is multiplied by 1/N, so it becomes the gradient w
 gradients are copied together, in one call, when the bucket is packed. This happens when it is full; in a first
 backward, and for the last bucket of every backward, when backward is done.
 
-[Note: stale slots contribute what they hold] A slot without a new gradient contributes the gradient that the parameter
+[Note: slots without a new gradient] A slot without a new gradient contributes the gradient that the parameter
 still has, not zero. That gradient is equal on all towers, so its mean is itself, up to rounding unless N is a power of
 two. A second backward that only some towers run must result in old + mean(new); contributing zero would divide the old
 gradient.
@@ -163,7 +163,7 @@ class Bucket:
         """Copies all gradients, times ``scale``, and the flags into the buffer, which is then ready for the reduction.
 
         From here on, the gradients of fresh slots are in the buffer. A slot without any gradient contributes zero (see
-        also [Note: stale slots contribute what they hold]).
+        also [Note: slots without a new gradient]).
 
         Args:
             summary: for the last bucket of a backward.
@@ -228,7 +228,7 @@ class Bucket:
     def _check_holders(self, channel: Communicator) -> None:
         """Checks, once in a backward, that no other code holds the buffer's memory, which is about to be written to.
 
-        See [Note: gradients lie in buckets].
+        See [Note: gradients are stored in buckets].
         """
         if self._holders_checked:
             return

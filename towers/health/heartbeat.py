@@ -9,10 +9,10 @@ second. Towers send more requests only while they keep waiting, when the chief l
 [Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
 its newest heartbeat stay the newest.
 
-[Note: who answers is waited for] A tower that has failed has time for the other's answer, which may take long on a busy
-host. It waits as long as heartbeats of the other one arrive, or its process can run. The thread that sends heartbeats
-also answers, not the script's thread. A process that is stopped or gone is given up after 2.5 seconds. A tower whose
-process cannot be seen is given up 10 seconds after its last heartbeat.
+[Note: towers that answer get time] A tower that has failed has time for the other's answer, which may take long on a
+busy host. It waits as long as heartbeats of the other one arrive, or its process can run. The thread that sends
+heartbeats also answers, not the script's thread. A process that is stopped or gone is given up after 2.5 seconds. A
+tower whose process cannot be seen is given up 10 seconds after its last heartbeat.
 
 [Note: the deadline of a step] A thread watches it, so only the other towers' collectives detect code that holds the
 interpreter's lock.
@@ -214,7 +214,7 @@ class Heartbeat:
         """Returns the known state of other towers.
 
         Args:
-            stacks: whether to query their stacks, too; see [Note: who answers is waited for].
+            stacks: whether to query their stacks, too; see [Note: towers that answer get time].
         """
         peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []

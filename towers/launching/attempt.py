@@ -1,6 +1,6 @@
 """One attempt at a job: the towers that one process has started, the files that they leave, and how they end.
 
-[Note: how towers end is ours] The agent, ``launch`` and ``mirrored cluster`` start processes in different ways, but
+[Note: mirrored ends the towers] The agent, ``launch`` and ``mirrored cluster`` start processes in different ways, but
 supervise them in one way. The agent's towers are started by :mod:`torch.distributed.elastic`. Left to itself, it ends
 the other towers as soon as one has failed, and kills them at the first signal. It waits 30 seconds for towers that
 handle SIGTERM or are stopped, and treats exit code 75 of one tower as a failure. Here
@@ -84,7 +84,7 @@ class Broadcast:
 
 
 class Attempt:
-    """Towers that run together, from their start to their end; see [Note: how towers end is ours].
+    """Towers that run together, from their start to their end; see [Note: mirrored ends the towers].
 
     Each attempt at a job has its own number, directory and keys of the agents' store. It finds no data of another
     attempt.

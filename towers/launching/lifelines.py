@@ -1,9 +1,9 @@
 """Keepalive connections between agents. They detect an agent's end at once, and an unreachable host soon.
 
-[Note: lifelines] Keepalive connections are the agents' failure detector: torch's store does not report which of its
-clients have left. So each worker's agent also connects to a port of the chief's agent, and sends the name that its
-signed messages use for that connection. When an agent ends, for any reason, its system closes the connection, and the
-other end detects that. A chief that ends with the job sends a goodbye first. No other data is sent.
+[Note: keepalive connections] Keepalive connections are the agents' failure detector: torch's store does not report
+which of its clients have left. So each worker's agent also connects to a port of the chief's agent, and sends the name
+that its signed messages use for that connection. When an agent ends, for any reason, its system closes the connection,
+and the other end detects that. A chief that ends with the job sends a goodbye first. No other data is sent.
 
 [Note: hosts that do not answer] The systems at both ends check every second whether the connection still exists (TCP's
 keepalive). No process takes part in that: a host whose processes are stopped, or wait for a core, answers at once, too.

@@ -109,9 +109,9 @@ class RestartableAttempt(Attempt):
     Its towers save and end when a worker requests to join, so that the next attempt can include it. It fails when the
     agent of a worker is lost.
 
-    [Note: no last words] A CheckpointManager treats SIGTERM as a request to save after the current step, which towers
-    of a failed attempt never finish. So towers that restore the newest checkpoint are killed instead of receiving a
-    signal to end. Their exit handlers do not run, as after a SIGTERM that no handler handles.
+    [Note: failed towers are killed] A CheckpointManager treats SIGTERM as a request to save after the current step,
+    which towers of a failed attempt never finish. So towers that restore the newest checkpoint are killed instead of
+    receiving a signal to end. Their exit handlers do not run, as after a SIGTERM that no handler handles.
 
     [Note: stopped towers] A tower that is stopped (SIGSTOP) fails when the others have waited for it for as long as a
     collective may take. Before it has joined them, or if they are stopped, too, no tower waits: the agent kills it.
@@ -128,7 +128,7 @@ class RestartableAttempt(Attempt):
         self._told_to_save = False
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
-        """Ends the towers, see [Note: no last words]."""
+        """Ends the towers, see [Note: failed towers are killed]."""
         super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
 
     def _is_over(self) -> bool:

@@ -13,7 +13,7 @@ from towers.system.tpu import ADDRESSES
 def set_environment(towers: int, worker: int, workers: int) -> None:
     """Sets the variables with which this host's towers find the TPUs of all towers, before they are started.
 
-    The reason is in :mod:`towers.system.tpu`, [Note: a TPU goes by two numbers].
+    The reason is in :mod:`towers.system.tpu`, [Note: a TPU has two numbers].
 
     Raises:
         CannotStartError: torch_tpu cannot determine the variables, or they are already set for a different number of

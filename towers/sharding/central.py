@@ -12,8 +12,8 @@ them::
     barrier                 all parameters are complete
     spread                  each tower copies all parameters to its device
 
-[Note: devices have the say] The shards are copied to the host in every step, even if they are still there from the last
-one, because a script may have changed the device's. They are one N-th of the data that is copied back.
+[Note: devices hold the current values] The shards are copied to the host in every step, even if they are still there
+from the last one, because a script may have changed the device's. They are one N-th of the data that is copied back.
 
 [Note: rows of tables] Querying the kernel for the pages of a large table takes longer than updating the few rows that a
 step has used. So a table's pages are queried when its version shows that it was written to, and in every 64th step, to
@@ -232,7 +232,7 @@ class CentralStorage(ShardTransport):
                 (parameter, HostCopy(shard.of(shard.parameter)), None if gradient is None else HostCopy(gradient))
             )
         for parameter, value, copied in arriving:
-            parameter.copy_(value.get())  # see [Note: devices have the say]
+            parameter.copy_(value.get())  # see [Note: devices hold the current values]
             parameter.grad = parameter.grad if copied is None else copied.get()
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:

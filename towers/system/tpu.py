@@ -1,6 +1,6 @@
 """Special features of TPUs, which torch drives through torch_tpu: one device in each process.
 
-[Note: a TPU goes by two numbers] A process of torch_tpu has one device, the one of its LOCAL_RANK, as ``tpu:0``. So a
+[Note: a TPU has two numbers] A process of torch_tpu has one device, the one of its LOCAL_RANK, as ``tpu:0``. So a
 tower's device is ``tpu:i`` in options and messages, and ``tpu:0`` in its own process. The devices of all towers become
 one network when each process uses its own for the first time. This needs variables that are equal everywhere, so the
 agent of each host lets torch_tpu set them before it starts towers.
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 
 def of_this_process(device: torch.device) -> torch.device:
-    """Returns a tower's device with its number in its own process, see [Note: a TPU goes by two numbers].
+    """Returns a tower's device with its number in its own process, see [Note: a TPU has two numbers].
 
     Raises:
         ValueError: it is another tower's, or :mod:`towers.launching.tpu` did not prepare it.
