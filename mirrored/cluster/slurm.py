@@ -11,7 +11,7 @@ from towers.topology import JOB_TOKEN, Topology
 
 _FIRST_PORT = 12000
 _PORTS = 16000
-_ON_NODE = "tasks on this node"
+_ON_NODE = "the number of tasks on this node"
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -97,7 +97,7 @@ def _tasks_on_node(text: str, number: Numbers) -> int:
     for group in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", group.strip())
         if match is None:
-            raise number.error(f"{stated} no list of numbers of tasks, such as '2(x3),1'")
+            raise number.error(f"{stated} not a list of numbers of tasks, such as '2(x3),1'")
         before += int(match[2] or 1)
         if node < before:
             return int(match[1])

@@ -126,7 +126,11 @@ class MirroredStrategy(Strategy):
 
             check_restarts(restarts, min_towers, virtual_towers)
         training = self._options(
-            shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, synchronize
+            shard_optimizer=shard_optimizer,
+            virtual_towers=virtual_towers,
+            mirror_check_interval=mirror_check_interval,
+            nonfinite_gradients=nonfinite_gradients,
+            synchronize=synchronize,
         )
         communication = CommunicationOptions() if communication is None else communication
         if not isinstance(communication, CommunicationOptions):

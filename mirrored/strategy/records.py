@@ -1,4 +1,4 @@
-"""Summaries and traces of a training, which annexes write."""
+"""The methods of a strategy that write TensorBoard summaries and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records the modules of a strategy's scope with registration hooks. Later, they are made equal on all towers.
+"""Records the modules of a strategy's scope with registration hooks, so that they can be made equal.
 
 [Note: recording follows modules] Registration hooks report every parameter that a module registers, but not parameters
 of copies by ``copy.deepcopy`` (``nn.TransformerEncoder`` copies its layer). The registration of a child module

@@ -12,7 +12,7 @@ a tower is killed, or calls ``os._exit``   there is no report: ``exit_report._fa
                                            tower's position from its ``status.StatusRecord``
 a tower waits for a tower that is gone     a ``PeerLostError`` (``shared_memory/barrier.py``, or
                                            ``timeout_messages.connection_lost``), a consequence: it is reported two
-                                           seconds late; ``Broadcast.first_failure`` finds the first failure
+                                           seconds late; ``FailureBroadcast.first_failure`` finds the first
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others through
                                            ``heartbeat.py``; the tower raises a ``CollectiveTimeoutError``
 a tower loops forever                      the same: a collective of the others passes its deadline (600 s)

@@ -3,7 +3,7 @@
 [Note: mirrored ends the towers] The agent, ``launch`` and ``mirrored cluster`` start processes in different ways, but
 supervise them in one way. The agent's towers are started by :mod:`torch.distributed.elastic`. Left to itself, it ends
 the other towers as soon as one has failed, and kills them at the first signal. It waits 30 seconds for towers that
-handle SIGTERM or are stopped, and treats exit code 75 of one tower as a failure. Here
+handle SIGTERM or are stopped, and treats exit code 75 of one tower as a failure. ``mirrored`` does this instead:
 
 - The first SIGTERM, SIGINT or SIGHUP is forwarded only to the towers, not to processes that they have started: a tower
   whose data loader dies could not finish its step. Towers that handle the signal continue until they have saved. If a

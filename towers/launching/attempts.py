@@ -1,12 +1,13 @@
 """Attempts at a job of several workers: the chief starts each, with all workers or some, and the others follow it.
 
 [Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves for all
-workers. The others repeatedly write into the store for which attempt they wait. With ``min_towers``, the chief takes
+workers. Each other worker keeps writing to this store which attempt it waits for. With ``min_towers``, the chief takes
 the workers that have joined in time. The others request to join if more towers could train together with the waiting
 workers. Without ``min_towers``, the chief takes all workers, and the handshake waits for them.
 
-The chief detects a killed agent at once, and a host that it cannot reach soon, and starts the next attempt. The others
-detect the same of the chief, and wait for the next attempt (:mod:`towers.launching.lifelines`). A scheduler may have
+The chief detects a killed agent at once, and an unreachable host when it has not answered for as long as a collective
+may take. It then starts the next attempt. The others detect the same of the chief, and wait for the next attempt
+(:mod:`towers.launching.lifelines`). A scheduler may have
 started a new agent in place of one whose end the chief has not detected. The new agent finds that its worker already
 takes part in an attempt. It requests the next one, which ends the present attempt on all workers. If the chief's agent
 was killed, a new store listens at its address, and the others find its first attempt there.

@@ -1,9 +1,9 @@
 """Messages between the agents of several workers: which tower of the job failed first, and which workers have ended.
 
-[Note: failures of other workers] The first failure is sent to all workers through the agents' store. An agent whose
-towers have not failed ends them. An agent whose towers have only lost a peer reports which failure was first. An agent
-whose towers have ended well publishes that and waits for the others. If a tower that ended early turns out to be the
-cause, its worker fails with the rest.
+[Note: failures of other workers] The first failure is sent to all workers through the agents' store. Every agent then
+ends its own towers, even if none of them failed. An agent whose towers have only lost a peer reports which failure was
+first. An agent whose towers have ended well publishes that and waits for the others. If a tower that ended early turns
+out to be the cause, its worker fails with the rest.
 
 [Note: a worker that is started again] An agent may find that its worker already takes part in the job. If the towers of
 that worker have ended well, the job is ending, and the new agent waits for the next one. Otherwise it queries the

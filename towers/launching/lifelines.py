@@ -1,4 +1,4 @@
-"""Keepalive connections between agents. They detect an agent's end at once, and an unreachable host soon.
+"""Keepalive connections between agents. They detect an agent's end at once, and an unreachable host after a deadline.
 
 [Note: keepalive connections] Keepalive connections are the agents' failure detector: torch's store does not report
 which of its clients have left. So each worker's agent also connects to a port of the chief's agent, and sends the name
