@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _inspect(parsed.path)
     if parsed.command == "new":
         return _new(parser, parsed.folder)
-    return _play_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
+    return _simulate_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
 
 
 def _add_script(
@@ -116,14 +116,14 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_script(cluster, "the script; its strategy reads TF_CONFIG. With -m: the module")
 
 
-def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+def _simulate_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.workers < 1:
         parser.error(f"--workers is {parsed.workers}, but must be at least 1")
     if parsed.ps < 0:
         parser.error(f"--ps is {parsed.ps}, but must be at least 0")
-    from towers.launching import play_cluster
+    from towers.launching import simulate_cluster
 
-    return play_cluster.play(_program(parser, parsed), parsed.workers, parsed.ps)
+    return simulate_cluster.simulate(_program(parser, parsed), parsed.workers, parsed.ps)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -283,7 +283,7 @@ class Failure:
     error: str
 
 
-def play(name: str, seed: int, arguments: Sequence[str], report: pathlib.Path) -> tuple[list[Failure], str]:
+def run_under(name: str, seed: int, arguments: Sequence[str], report: pathlib.Path) -> tuple[list[Failure], str]:
     """Run the tests once under a condition.
 
     Args:
@@ -385,7 +385,7 @@ def main(words: Sequence[str]) -> int:
             for number in range(parsed.times):
                 start = time.monotonic()
                 try:
-                    failures, end = play(name, parsed.seed + number, chosen, folder / f"{name}{number}")
+                    failures, end = run_under(name, parsed.seed + number, chosen, folder / f"{name}{number}")
                 except UnavailableError as error:
                     print(f"{name}: left out: {error}", flush=True)
                     break

@@ -61,8 +61,9 @@ def _reset_environment() -> None:
 
     Programs find this project compiled: compiling it takes most of the time of a small job. Inductor compiles in the
     process that wants it instead of starting others. A question that a DNS server does not answer is repeated after
-    one second, not after five: torch looks up the name of the other end of each of thousands of connections. torch_tpu,
-    where it is installed, prints nothing when it is loaded.
+    one second, not after five: torch looks up the name of the other end of each of thousands of connections. Without a
+    network, torch's C++ code warns that these names cannot be found, so its warnings are off. torch_tpu, where it is
+    installed, prints nothing when it is loaded.
     """
     for name in filter(_OF_JOBS.match, list(os.environ)):
         del os.environ[name]
@@ -74,6 +75,7 @@ def _reset_environment() -> None:
         PYTHONPATH=os.pathsep.join(filter(None, paths)),
         RES_OPTIONS="timeout:1 attempts:5",
         TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCH_CPP_LOG_LEVEL="ERROR",
         TZ="UTC",
     )
     time.tzset()

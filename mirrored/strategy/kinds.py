@@ -47,7 +47,7 @@ class OneDeviceStrategy(Strategy):
         training = TrainingOptions(virtual_towers=virtual_towers)
         super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed, training)
         if virtual_towers is not None:
-            machine.share_out_threads(1, alone=True)
+            machine.divide_threads(1, alone=True)
 
 
 class MirroredStrategy(Strategy):
@@ -264,7 +264,7 @@ def _announce(strategy: Strategy) -> None:
     topology = strategy.topology
     if strategy.device.type == "cpu" and topology.size > 1:
         machine.keep_freed_memory()
-    threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
+    threads = machine.divide_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return
     where = accelerator.name(strategy.device) if strategy.device.type != "cpu" else "cpu"

@@ -21,7 +21,7 @@ from tests.accelerator.test_start import SCRIPT
 from tests.simulated_device import INSTALLED
 from tests.simulated_device.tpu import set_tpu_launch_env
 from tests.support.programs import end_of, run_command, run_program, start_program
-from towers.launching.play_cluster import reserve_ports
+from towers.launching.simulate_cluster import reserve_ports
 from towers.launching.tpu import set_environment
 from towers.system import tpu
 

@@ -10,7 +10,7 @@ import torch
 import mirrored
 from tests.support.programs import run_program
 from towers.collectives.connecting import compare_towers
-from towers.launching import play_cluster
+from towers.launching import simulate_cluster
 from towers.system import devices
 
 
@@ -78,9 +78,9 @@ def test_workers_that_are_played_share_the_gpus_that_are_visible(
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     cluster = {"worker": [f"127.0.0.1:{worker}" for worker in range(workers)], "ps": ["127.0.0.1:9"]}
-    visible = [play_cluster._environment(cluster, "worker", n)["CUDA_VISIBLE_DEVICES"] for n in range(workers)]
+    visible = [simulate_cluster._environment(cluster, "worker", n)["CUDA_VISIBLE_DEVICES"] for n in range(workers)]
     assert visible == expected
-    assert play_cluster._environment(cluster, "ps", 0)["CUDA_VISIBLE_DEVICES"] == ""
+    assert simulate_cluster._environment(cluster, "ps", 0)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:

@@ -114,7 +114,7 @@ def test_wrong_numbers_of_torchruns_variables_are_named(changes: dict[str, str],
 def test_a_number_of_threads_that_is_none_is_left_to_openmp(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", stated)
-    assert machine.share_out_threads(2) == f"{before} thread{'s' if before > 1 else ''} each"
+    assert machine.divide_threads(2) == f"{before} thread{'s' if before > 1 else ''} each"
     assert list(check_cores({"OMP_NUM_THREADS": stated}))
 
 

@@ -96,7 +96,7 @@ def test_docstrings_and_messages_have_plain_words() -> None:
     assert not found, "\n".join(found)
 
 
-OF_TORCH = ("Gloo connectFullMesh", "Unable to find address", "DataLoader worker", "Expected all", "NCCL error")
+OF_TORCH = ("Gloo connectFullMesh", "Unable to find address", "DataLoader worker", "Expected all", "NCCL error", "[W")
 """Beginnings of messages of torch that docs/how-to/troubleshooting.md quotes."""
 
 

@@ -9,8 +9,8 @@ import time
 
 from tests.faults.deaths import play_deaths
 from tests.faults.faults import ACTIONS, PHASES, Fault
+from tests.faults.injection import DEADLINE, inject, undisturbed
 from tests.faults.kills import random_kills
-from tests.faults.play import DEADLINE, play, undisturbed
 
 STEP = 7  # of 15, the last before the second checkpoint
 
@@ -33,7 +33,7 @@ def main() -> int:
     failed = 0
     started = time.monotonic()
     for number, fault in enumerate(cases, start=1):
-        ended, problems = play(fault, expected, DEADLINE + 5 if fault.action == "SIGSTOP" else 10.0)
+        ended, problems = inject(fault, expected, DEADLINE + 5 if fault.action == "SIGSTOP" else 10.0)
         failed += bool(problems)
         print(
             f"{number:3} {fault!s:<36} exit code {ended.code:3} after {ended.seconds:4.1f} s  {ended.last_line[:110]}"

@@ -9,7 +9,7 @@ import tempfile
 import time
 
 from tests.faults.faults import DEATHS, Fault
-from tests.faults.play import PROGRAM
+from tests.faults.injection import PROGRAM
 from tests.support.clusters import free_ports, tf_configs
 from tests.support.programs import start_program
 

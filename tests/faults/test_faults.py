@@ -11,7 +11,7 @@ import pytest
 
 import mirrored
 from tests.faults.faults import PHASES, Fault
-from tests.faults.play import PROGRAM, differences, launched, play
+from tests.faults.injection import PROGRAM, differences, inject, launched
 from tests.support.clusters import start_workers
 from tests.support.programs import Program, end_of, start_command, start_program
 from tests.support.waiting import HANG, wait_until
@@ -33,7 +33,7 @@ def expected_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_program_with_a_fault_goes_on_to_the_same_bits(expected_of_two: dict[str, Any]) -> None:
     """One of the faults that ``scripts/faults`` plays; most of those below start no program, which takes seconds."""
-    ended, problems = play(Fault.parse("SIGTERM:writing:1:7"), expected_of_two, HANG, towers=2)
+    ended, problems = inject(Fault.parse("SIGTERM:writing:1:7"), expected_of_two, HANG, towers=2)
     assert not problems, ended.errors
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.faults.play import DEADLINE, PROGRAM, differences, launched
+from tests.faults.injection import DEADLINE, PROGRAM, differences, launched
 from tests.support.clusters import tf_configs
 from tests.support.hosts import ip, on_host, two_hosts, write_hosts
 from tests.support.jobs import ROOT

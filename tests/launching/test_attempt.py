@@ -16,7 +16,7 @@ from tests.support.programs import end_of, start_command
 from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
-from towers.launching import play_cluster
+from towers.launching import simulate_cluster
 from towers.launching.attempt import Attempt
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
@@ -138,13 +138,13 @@ STUBBORN = """
 
 
 def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(play_cluster, "_GRACE", 0.5)
-    assert play_cluster.play([sys.executable, "-c", textwrap.dedent(STUBBORN)], 2) == 1
+    monkeypatch.setattr(simulate_cluster, "_GRACE", 0.5)
+    assert simulate_cluster.simulate([sys.executable, "-c", textwrap.dedent(STUBBORN)], 2) == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_reserved_ports_are_free_at_all_addresses() -> None:
-    for one in play_cluster.reserve_ports(2):
+    for one in simulate_cluster.reserve_ports(2):
         port = one.getsockname()[1]
         with socket.socket() as taken, pytest.raises(OSError, match="in use"):
             taken.bind(("127.0.0.2", port))  # as the system does for a connection from this address

@@ -230,7 +230,7 @@ def test_workers_ask_to_join_only_where_more_towers_could_train() -> None:
             wait_until(lambda: (signed.read(f"{_PRESENT}2") or {"after": -1})["after"] == 0)
             store.delete_key(f"{_PRESENT}2")
         assert not store.check([asked])
-        signed.write(f"{_PRESENT}3", {"after": 0, "lifeline": ""})
+        signed.write(f"{_PRESENT}3", {"after": 0, "keepalive": ""})
         wait_until(lambda: store.check([asked]))
         signed.write(_ATTEMPT, {"number": 1, "members": [0, 1, 2, 3]})
         waits.result()

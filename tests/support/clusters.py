@@ -1,4 +1,4 @@
-"""Clusters that tests play on this machine: free ports, and the variables that launchers set."""
+"""Clusters that tests simulate on this machine: free ports, and the variables that launchers set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.support.programs import Program, start_program
 from towers.launching.job import Job
-from towers.launching.play_cluster import reserve_ports
+from towers.launching.simulate_cluster import reserve_ports
 
 _reserved: list[socket.socket] = []
 """The sockets that keep the ports of this process's tests from everybody else, to its end."""

@@ -19,7 +19,7 @@ The other ways to the same towers:
 - ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start. It also sets DEVICES.
 - ``TF_CONFIG=… python train.py`` on every worker: each process becomes an agent, ``{"towers": 1, "worker": 1,
   "workers": 2, "addresses": […], …}``. The agents meet at the chief's address (``workers.py``). JOB_TOKEN is the
-  user's. ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
+  user's. ``mirrored cluster`` starts such workers on one machine (``simulate_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves. There is no agent of ``mirrored``.
 - ``mirrored.launch(fn)``: the caller supervises. A fork server that has loaded torch forks the towers, with the
   variables that torchrun would set (``launch.py``).

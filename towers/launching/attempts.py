@@ -7,7 +7,7 @@ workers. Without ``min_towers``, the chief takes all workers, and the handshake 
 
 The chief detects a killed agent at once, and an unreachable host when it has not answered for as long as a collective
 may take. It then starts the next attempt. The others detect the same of the chief, and wait for the next attempt
-(:mod:`towers.launching.lifelines`). A scheduler may have
+(:mod:`towers.launching.keepalive`). A scheduler may have
 started a new agent in place of one whose end the chief has not detected. The new agent finds that its worker already
 takes part in an attempt. It requests the next one, which ends the present attempt on all workers. If the chief's agent
 was killed, a new store listens at its address, and the others find its first attempt there.
@@ -28,13 +28,13 @@ from towers.errors import StartupError, TowersError
 from towers.joining.store import Message, SignedStore, listen
 from towers.launching.failure_broadcast import ask_to_join, replace_worker
 from towers.launching.job import Job
-from towers.launching.lifelines import Lifeline, Lifelines
+from towers.launching.keepalive import KeepaliveConnection, KeepaliveServer
 from towers.launching.members import choose_members
 from towers.launching.workers import WorkersRendezvous
 from towers.system.text import printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 
-_ATTEMPT, _LIFELINES, _PRESENT = "towers/attempt", "towers/lifelines", "towers/present"
+_ATTEMPT, _KEEPALIVE, _PRESENT = "towers/attempt", "towers/keepalive", "towers/present"
 """Keys: of the present attempt; of the port for keepalive connections; of workers that wait, with their index."""
 
 _PAUSE, _READ_SECONDS = 0.1, 10.0
@@ -43,7 +43,7 @@ _PAUSE, _READ_SECONDS = 0.1, 10.0
 def _waits(store: SignedStore, worker: int, after: int) -> str | None:
     """Returns the name of a worker's keepalive connection if it waits for an attempt after ``after``, or None."""
     message = store.read(f"{_PRESENT}{worker}")
-    return message["lifeline"] if message is not None and int(message["after"]) >= after else None
+    return message["keepalive"] if message is not None and int(message["after"]) >= after else None
 
 
 class JobEndedError(StartupError):
@@ -63,7 +63,7 @@ class ChiefRendezvous(WorkersRendezvous):
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
-        self._lifelines: Lifelines | None = None
+        self._keepalive_server: KeepaliveServer | None = None
         self._gone: set[str] = set()  # keepalive connections that had ended when the present attempt started
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -93,11 +93,13 @@ class ChiefRendezvous(WorkersRendezvous):
             StartupError: too few workers have joined.
         """
         job = self._job
-        if self._lifelines is None:
+        if self._keepalive_server is None:
             hosts = [split_address(address)[0] for address in job.addresses]
-            self._lifelines = Lifelines(listen(hosts[0], 0, job.origin, hosts[1:])[0], job.collective_seconds)
-            SignedStore(tcp, self._token).write(_LIFELINES, {"port": self._lifelines.port})
-        self._gone = set(self._lifelines.lost())
+            self._keepalive_server = KeepaliveServer(
+                listen(hosts[0], 0, job.origin, hosts[1:])[0], job.collective_seconds
+            )
+            SignedStore(tcp, self._token).write(_KEEPALIVE, {"port": self._keepalive_server.port})
+        self._gone = set(self._keepalive_server.lost())
         if job.min_towers is not None:
             everybody = list(range(job.workers))
             wait_until(lambda: self._present(tcp) == everybody, deadline.remaining(), _PAUSE)
@@ -115,26 +117,26 @@ class ChiefRendezvous(WorkersRendezvous):
 
     def _present(self, tcp: TCPStore) -> list[int]:
         """Returns the indices of this worker and of the workers that wait for an attempt after the present one."""
-        lost, signed = (None, *self._lost_lifelines()), SignedStore(tcp, self._token)
+        lost, signed = (None, *self._lost_agents()), SignedStore(tcp, self._token)
         return [0, *(each for each in range(1, self._job.workers) if _waits(signed, each, self.attempt) not in lost)]
 
     def lost(self) -> str:
-        ends = {name: end for name, end in self._lost_lifelines().items() if name not in self._gone}
-        for worker, name in self._lifelines_of_members(self._tcp).items() if self._tcp is not None and ends else ():
+        ends = {name: end for name, end in self._lost_agents().items() if name not in self._gone}
+        for worker, name in self._keepalives_of_members(self._tcp).items() if self._tcp is not None and ends else ():
             if name in ends:
                 return f"the agent of worker {worker} ({self._job.addresses[worker]}) {ends[name]}"
         return ""
 
-    def _lost_lifelines(self) -> dict[str, str]:
-        return self._lifelines.lost() if self._lifelines is not None else {}
+    def _lost_agents(self) -> dict[str, str]:
+        return self._keepalive_server.lost() if self._keepalive_server is not None else {}
 
-    def _lifelines_of_members(self, tcp: TCPStore) -> dict[int, str | None]:
+    def _keepalives_of_members(self, tcp: TCPStore) -> dict[int, str | None]:
         """Returns the names of the present attempt's keepalive connections; None for workers that have not joined."""
         signed, waiting = (SignedStore(store, self._token) for store in (self._agents_store(tcp), tcp))
         names: dict[int, str | None] = {}
         for place, worker in enumerate(self.members):
             claim = signed.read(f"worker/{place}")  # another agent may already wait for the place of this one
-            names[worker] = claim.get("lifeline") if claim else _waits(waiting, worker, self.attempt - 1)
+            names[worker] = claim.get("keepalive") if claim else _waits(waiting, worker, self.attempt - 1)
         return names
 
     def end(self, text: str, code: int, *, given_up: bool) -> None:
@@ -147,15 +149,15 @@ class ChiefRendezvous(WorkersRendezvous):
         if (tcp := self._tcp) is not None:
 
             def have_read() -> bool:
-                ended, members = (None, *self._lost_lifelines()), self._lifelines_of_members(tcp) if given_up else {}
+                ended, members = (None, *self._lost_agents()), self._keepalives_of_members(tcp) if given_up else {}
                 workers = {*self._present(tcp), *(worker for worker in members if members[worker] not in ended)} - {0}
                 keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
                 return not keys or tcp.check(keys)
 
             self._say(tcp, {"end": text, "code": code})
             wait_until(have_read, _READ_SECONDS)
-        if self._lifelines is not None:
-            self._lifelines.say_goodbye()
+        if self._keepalive_server is not None:
+            self._keepalive_server.say_goodbye()
 
     def _say(self, tcp: TCPStore, message: Message) -> None:
         SignedStore(tcp, self._token).write(_ATTEMPT, {"number": self.attempt, **message})
@@ -167,7 +169,7 @@ class FollowerRendezvous(WorkersRendezvous):
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._followed: Message | None = None  # the chief's message on the present attempt, with a nonce
-        self._lifeline: Lifeline | None = None
+        self._keepalive: KeepaliveConnection | None = None
         self._has_met = False  # whether this worker has met the workers of an attempt
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -196,10 +198,10 @@ class FollowerRendezvous(WorkersRendezvous):
             StartupError: the chief has ended the job, does not answer, or did not rejoin in time.
         """
         while True:
-            if not self.lost() and self._lifeline is not None and self._lifeline.has_ended:
+            if not self.lost() and self._keepalive is not None and self._keepalive.has_ended:
                 if self._has_met:
                     raise StartupError("the chief has ended the job; its last lines name the cause")
-                self._lifeline, self.attempt = None, -1  # see [Note: jobs that are ending]
+                self._keepalive, self.attempt = None, -1  # see [Note: jobs that are ending]
             tcp = self._open_store(deadline.remaining())
             try:
                 self._await_attempt(tcp)
@@ -213,13 +215,15 @@ class FollowerRendezvous(WorkersRendezvous):
         job, signed, asks, has_seen_job = self._job, SignedStore(tcp, self._token), False, self._has_met
         while True:
             has_begun = self.attempt < 0 and tcp.check(["workers/0/worker/0"])
-            message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the port first
+            message, port = signed.read(_ATTEMPT), signed.read(_KEEPALIVE)  # the chief writes the port first
             if message is None and has_begun:  # by a chief without restarts; the handshake refuses it
                 message = {"number": 0, "members": self.members}
-            if port is not None and (self._lifeline is None or self._lifeline.port != port["port"] or self.lost()):
-                self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
-                self._lifeline_name = self._lifeline.name
-            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._lifeline_name})
+            if port is not None and (self._keepalive is None or self._keepalive.port != port["port"] or self.lost()):
+                self._keepalive = KeepaliveConnection(
+                    self._worker.address[0], int(port["port"]), job.collective_seconds
+                )
+                self._keepalive_name = self._keepalive.name
+            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "keepalive": self._keepalive_name})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 if has_seen_job:
@@ -243,5 +247,5 @@ class FollowerRendezvous(WorkersRendezvous):
             clock.sleep(_PAUSE)
 
     def lost(self) -> str:
-        end = self._lifeline.lost() if self._lifeline is not None else ""
+        end = self._keepalive.lost() if self._keepalive is not None else ""
         return f"the chief's agent ({self._job.addresses[0]}) {end}" if end else ""

@@ -37,7 +37,7 @@ class WorkersRendezvous(Rendezvous):
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._doubt = ""  # why other workers may not find the chief, as a sentence
-        self._lifeline_name = ""  # of this worker's keepalive connection to the chief, if it has one
+        self._keepalive_name = ""  # of this worker's keepalive connection to the chief, if it has one
         self._worker = Participant(
             kind="worker",
             index=job.worker,
@@ -116,7 +116,7 @@ class WorkersRendezvous(Rendezvous):
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
             try:
                 given = {"addresses": list(job.addresses), "origin": job.origin, "restarts": bool(job.restarts)}
-                message = {**given, "lifeline": self._lifeline_name}
+                message = {**given, "keepalive": self._keepalive_name}
                 worker.handshake(info.store, message, compare_clusters, self.lost)
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None

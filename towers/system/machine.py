@@ -73,7 +73,7 @@ def set_default_threads(environ: MutableMapping[str, str], local_size: int) -> N
         environ["OMP_NUM_THREADS"] = environ[THREADS] = str(threads_per_tower(local_size))
 
 
-def share_out_threads(local_size: int, *, alone: bool = False) -> str:
+def divide_threads(local_size: int, *, alone: bool = False) -> str:
     """Sets this tower's number of intra-op threads, and returns it for the log.
 
     An ``OMP_NUM_THREADS`` of the user, or of torchrun, which sets it to 1, takes precedence.

@@ -25,7 +25,7 @@ _GOODBYE = b"."
 _ENDED, _UNREACHABLE = "has ended", "cannot be reached: its host, or the network, does not answer"
 
 
-class Lifelines:
+class KeepaliveServer:
     """The chief's ends of the keepalive connections.
 
     Args:
@@ -67,7 +67,7 @@ class Lifelines:
                 line.send(_GOODBYE)
 
 
-class Lifeline:
+class KeepaliveConnection:
     """A worker's end of a keepalive connection to the chief, if the chief can be reached.
 
     Attributes:
@@ -77,7 +77,7 @@ class Lifeline:
 
     Args:
         host, port: the address at which the chief's agent listens for it.
-        seconds: see :class:`Lifelines`.
+        seconds: see :class:`KeepaliveServer`.
     """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:

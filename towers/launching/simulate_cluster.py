@@ -53,7 +53,7 @@ def _environment(cluster: dict[str, list[str]], job: str, index: int) -> dict[st
     return variables
 
 
-def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
+def simulate(program: Sequence[str], workers: int, servers: int = 0) -> int:
     """Runs ``program``, a full command line, once per worker to the end, and returns the largest exit code.
 
     Args:

@@ -119,7 +119,7 @@ def undisturbed(*arguments: str, towers: int = 3) -> Result:
     return ended.result
 
 
-def play(fault: Fault, expected: Result, limit: float, towers: int = 3) -> tuple[Ended, list[str]]:
+def inject(fault: Fault, expected: Result, limit: float, towers: int = 3) -> tuple[Ended, list[str]]:
     """A run with a fault, and one that resumes from what it left; returns the first's end, and all that is wrong.
 
     Args:

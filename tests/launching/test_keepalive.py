@@ -21,68 +21,68 @@ from towers.errors import StartupError
 from towers.launching.attempts import FollowerRendezvous
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
-from towers.launching.lifelines import Lifeline, Lifelines
+from towers.launching.keepalive import KeepaliveConnection, KeepaliveServer
 from towers.system.timeouts import run_with_timeout
 
 pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
-def lifelines() -> Lifelines:
-    return Lifelines(socket.create_server(("127.0.0.1", 0)), 1.0)
+def server() -> KeepaliveServer:
+    return KeepaliveServer(socket.create_server(("127.0.0.1", 0)), 1.0)
 
 
-def test_a_lifeline_that_closes_tells_its_name(lifelines: Lifelines) -> None:
-    one, other = (Lifeline("127.0.0.1", lifelines.port, 1.0) for _ in range(2))
-    stranger = socket.create_connection(("127.0.0.1", lifelines.port))
+def test_a_connection_that_closes_tells_its_name(server: KeepaliveServer) -> None:
+    one, other = (KeepaliveConnection("127.0.0.1", server.port, 1.0) for _ in range(2))
+    stranger = socket.create_connection(("127.0.0.1", server.port))
     stranger.sendall(b"\xff" * 100)
-    assert lifelines.lost() == {}
+    assert server.lost() == {}
     one._line.close()
-    wait_until(lambda: one.name in lifelines.lost())
+    wait_until(lambda: one.name in server.lost())
     stranger.close()
-    wait_until(lambda: len(lifelines.lost()) == 2)
-    assert other.name not in lifelines.lost()
+    wait_until(lambda: len(server.lost()) == 2)
+    assert other.name not in server.lost()
     other._line.close()
-    wait_until(lambda: other.name in lifelines.lost())
+    wait_until(lambda: other.name in server.lost())
 
 
 @pytest.mark.parametrize("goodbye", [False, True])
-def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, lifelines: Lifelines) -> None:
-    line = Lifeline("127.0.0.1", lifelines.port, 1.0)
-    wait_until(lambda: lifelines.lost() == {} and len(lifelines._names) == 1)
+def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, server: KeepaliveServer) -> None:
+    line = KeepaliveConnection("127.0.0.1", server.port, 1.0)
+    wait_until(lambda: server.lost() == {} and len(server._names) == 1)
     assert line.lost() == ""
     if goodbye:
-        lifelines.say_goodbye()
-    for end in lifelines._names:
+        server.say_goodbye()
+    for end in server._names:
         end.close()
     wait_until(lambda: line.lost() != "" or line._line is None)
     assert line.lost() == ("" if goodbye else "has ended")
     assert line.has_ended == goodbye
 
 
-def test_a_worker_does_not_wait_for_a_chief_that_has_ended_the_job(lifelines: Lifelines) -> None:
+def test_a_worker_does_not_wait_for_a_chief_that_has_ended_the_job(server: KeepaliveServer) -> None:
     """Where its towers took so long to end that the chief has gone before it could ask how."""
     follower = FollowerRendezvous(Job(1, 1, 2, (f"127.0.0.1:{free_port()}", "127.0.0.1:1"), restarts=1), "")
     follower._has_met = True
-    follower._lifeline = Lifeline("127.0.0.1", lifelines.port, 1.0)
-    wait_until(lambda: lifelines.lost() == {} and len(lifelines._names) == 1)
-    lifelines.say_goodbye()
-    wait_until(lambda: not follower.lost() and follower._lifeline.has_ended)
+    follower._keepalive = KeepaliveConnection("127.0.0.1", server.port, 1.0)
+    wait_until(lambda: server.lost() == {} and len(server._names) == 1)
+    server.say_goodbye()
+    wait_until(lambda: not follower.lost() and follower._keepalive.has_ended)
     with pytest.raises(StartupError, match="the chief has ended the job"):
         follower.next_rendezvous()
 
 
-def test_where_nobody_listens_there_is_no_lifeline() -> None:
-    assert Lifeline("127.0.0.1", free_port(), 1.0).lost() == ""
+def test_where_nobody_listens_there_is_no_keepalive() -> None:
+    assert KeepaliveConnection("127.0.0.1", free_port(), 1.0).lost() == ""
 
 
 ENDS = """
 import socket, sys, time
-from towers.launching.lifelines import Lifeline, Lifelines
+from towers.launching.keepalive import KeepaliveConnection, KeepaliveServer
 
 host, port = sys.argv[1:]
-chief = Lifelines(socket.create_server((host, 0)), 1.0) if port == "0" else None
-line = chief or Lifeline(host, int(port), 1.0)
+chief = KeepaliveServer(socket.create_server((host, 0)), 1.0) if port == "0" else None
+line = chief or KeepaliveConnection(host, int(port), 1.0)
 print(chief.port if chief else line.name, flush=True)
 while not (end := line.lost()):
     time.sleep(0.05)
