@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -142,6 +143,9 @@ _current: Frame | None = None
 
 _newest_with_towers: weakref.ref[ActiveStrategy] | None = None
 
+_library = ""
+"""The step of a library's training loop that this code is in, which computes means and averages gradients itself."""
+
 _make_default: Callable[[], ActiveStrategy]
 """Returns the strategy outside all scopes; :mod:`mirrored.strategy.kinds` sets it."""
 
@@ -171,6 +175,41 @@ def current_frame() -> Frame | None:
 def current_replica() -> ReplicaContext | None:
     """Returns the replica context of the ``run`` that this code is in. None in a scope and outside both."""
     return _current.replica if _current is not None else None
+
+
+def refuse_inside_run(call: str, instead: str = "call it outside") -> None:
+    """Checks that this code is not inside ``run``, for calls that concern all towers or the whole training.
+
+    Raises:
+        RuntimeError: it is inside. The message contains ``instead``.
+    """
+    if current_replica() is not None:
+        raise RuntimeError(f"{call} was called inside strategy.run(...): {instead}")
+
+
+@contextlib.contextmanager
+def in_step_of(library: str) -> Iterator[None]:
+    """Marks code as a step of a library's training loop, such as "Keras' train_step"."""
+    global _library
+    before, _library = _library, library
+    try:
+        yield
+    finally:
+        _library = before
+
+
+def refuse_in_library(call: str) -> None:
+    """Checks that this code is not in a step of a library's loop, where a call of a custom loop would count twice.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    if _library:
+        raise RuntimeError(
+            f"{call} was called in {_library}, whose loss must be a plain mean over the examples of the batch: the "
+            "loop weights it by the tower's share and averages the gradients. Use keras.losses or torch.nn.functional "
+            f"there, and {call} in your own training loop only"
+        )
 
 
 def current_strategy() -> ActiveStrategy | None:
@@ -214,8 +253,9 @@ def require_replica_context(caller: str) -> ReplicaContext:
     """Returns the current replica context, for functions whose result depends on the number of towers.
 
     Raises:
-        RuntimeError: called outside ``run`` although a strategy with several towers exists.
+        RuntimeError: called outside ``run`` although a strategy with several towers exists, or in a library's step.
     """
+    refuse_in_library(caller)
     replica = get_replica_context()
     if replica is None or (current_frame() is None and strategy_with_towers() is not None):
         raise RuntimeError(

@@ -66,7 +66,8 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
 
     Raises:
         TypeError: both ``towers`` and ``options``.
-        ValueError: ``virtual_towers``, because Lightning's steps do not support their parts.
+        ValueError: ``virtual_towers``, because Lightning's steps do not support their parts; or ``synchronize``,
+            because Lightning steps its optimizers outside ``run``.
     """
 
     strategy_name = "mirrored"
@@ -77,6 +78,11 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self.towers = MultiWorkerMirroredStrategy(**options) if towers is None else towers
         if self.towers.virtual_towers is not None:
             raise ValueError("virtual_towers needs strategy.backward, which Lightning's Trainer does not call")
+        if self.towers.engine.local is not None:
+            raise ValueError(
+                "synchronize= averages parameters after the optimizer's step inside strategy.run, but Lightning's "
+                "Trainer steps its optimizers outside: omit synchronize, or write a custom training loop"
+            )
         super().__init__(parallel_devices=[self.towers.device])
         rank_zero_only.rank = self.global_rank
         self._mean_loss = mean_loss

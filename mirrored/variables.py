@@ -61,7 +61,8 @@ class Variable(_Operators):  # type: ignore[misc]
 
     Args:
         strategy, check_here: passed by :meth:`mirrored.Strategy.variable`.
-        value: the initial value, a tensor, array or number. All towers take tower 0's.
+        value: the initial value of tower 0: a tensor, array or number. Like :meth:`assign`, an on_read sum divides it
+            among the towers, so that reading returns it on any number of towers (TensorFlow gives it to each replica).
         synchronization: "on_write" (the meaning of "auto") or "on_read".
         aggregation: how the towers' values become one: "sum", "mean", "only_first_replica" (tower 0's) or "none". With
             "none", an on_write variable can be written only outside ``run``, and an on_read variable can be used only
@@ -111,7 +112,7 @@ class Variable(_Operators):  # type: ignore[misc]
             raise
         fixed = ("synchronization", "aggregation", "shape", "dtype")
         agree(self._comm, call, {option: str(getattr(self, option)) for option in fixed})
-        self._local = self._of_first_tower(call, local)
+        self._local = self._addend_of(self._of_first_tower(call, local))
 
     # -- reading and writing -----------------------------------------------------------------------------
 

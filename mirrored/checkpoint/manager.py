@@ -19,10 +19,11 @@ from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.stopping import StopSignals
 from mirrored.checkpoint.tracked import TrackedObject, track
+from mirrored.context import refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import StepRequests, announce
+from towers.collectives.agreement import StepRequests, agree, announce
 from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, signal_name
 from towers.system.log import get_logger
@@ -79,6 +80,7 @@ class CheckpointManager:
     Raises:
         ValueError: a name or a number is invalid.
         TypeError: an object has no state that can be saved.
+        DisagreementError: on all towers: their settings differ, such as a folder that is named after the time.
         CheckpointError: on all towers: the folder is not writable, or another run writes there.
     """
 
@@ -110,6 +112,18 @@ class CheckpointManager:
             raise ValueError(f"grace_seconds is {grace_seconds!r}, but must be positive")
         self._strategy = strategy
         self._comm = strategy.communicator
+        settings: dict[str, Any] = {
+            "folder": os.fspath(folder),
+            "objects": sorted(objects),
+            "keep": keep,
+            "every_steps": every_steps,
+            "every_seconds": every_seconds,
+            "memory_every_steps": memory_every_steps,
+            "asynchronous": asynchronous,
+            "grace_seconds": grace_seconds,
+            "signals": sorted(map(int, signals)),
+        }
+        agree(self._comm, "mirrored.CheckpointManager", settings)
         local = strategy.engine.local
         is_mirrored = strategy.is_mirrored if local is None else lambda parameter: False  # not between synchronisations
         tracked = [
@@ -147,6 +161,7 @@ class CheckpointManager:
                 exception.
             CheckpointError: see :meth:`save`.
         """
+        refuse_inside_run("CheckpointManager.step()", "call it after run has returned")
         self.steps += 1
         self._strategy.health.count(self.steps)
         local = _STOP if self._signals.received is not None else 0
@@ -191,6 +206,7 @@ class CheckpointManager:
                 of :meth:`resume` raises the error. Earlier checkpoints are unchanged.
             DisagreementError: on all towers: some make another call.
         """
+        refuse_inside_run("CheckpointManager.save()", "call it after run has returned")
         if name is not None and is_step(check_name(name)):
             raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
         chosen = name if name is not None else name_of(self.steps)
@@ -287,6 +303,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: see :meth:`resume`.
         """
+        refuse_inside_run("CheckpointManager.restore_newest()", "restore before the training")
         self._strategy.health.record.set_restores()
         self.wait()
         snapshot = None if self._snapshots is None else self._snapshots.newest()
@@ -300,6 +317,7 @@ class CheckpointManager:
             ValueError: ``name`` is not a valid name.
             CheckpointError: on all towers: it is damaged, or does not fit. No object has changed.
         """
+        refuse_inside_run("CheckpointManager.restore()")
         check_name(name)
         self.wait()
         return self._continue_from(self._restorer.restore(name))

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from mirrored.data.examples import CollatedParts, MapCollate, Request, SeededExamples
+from mirrored.context import refuse_inside_run
+from mirrored.data import contents
+from mirrored.data.examples import DESCRIBED, CollatedParts, MapCollate, Request, SeededExamples, some_of
 from mirrored.data.order import Epoch, Order
 from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
@@ -57,6 +59,10 @@ class DistributedDataset(ABC):
         self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        refuse_inside_run("a loop over a distributed dataset", "loop outside, and call run for each batch")
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         if self._running is not None:
             self._epoch, self._step = self._epoch + 1, 0
         step = self._step
@@ -260,7 +266,7 @@ class MapDataset(DistributedDataset):
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order
-        self._sampler = _ShareSampler(order, self._cut)
+        self._sampler = _ShareSampler(order, self._cut, describes=self._comm.size > 1)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
@@ -279,23 +285,34 @@ class MapDataset(DistributedDataset):
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(epoch.seed_of("loader"))
         self._sampler.place = epoch, first
-        yield from self._loader
+        loaded = iter(self._loader)
+        if self._comm.size > 1 and (described := next(loaded, None)) is not None:
+            contents.check_same(self._comm, f"epoch {epoch.number} of a distributed dataset", described[0])
+        yield from loaded
 
 
 class _ShareSampler:
     """Requests this tower's share of each global batch from the loader.
 
+    Args:
+        describes: whether the first request is for descriptions of examples of the first batch.
+
     Attributes:
         place: the start of the next iteration, as the arguments of :meth:`Order.batches`.
     """
 
-    def __init__(self, order: Order, cut: Cut) -> None:
+    def __init__(self, order: Order, cut: Cut, *, describes: bool) -> None:
         self._order = order
         self._cut = cut
+        self._describes = describes
         self.place = Epoch(0, 0), 0
 
     def __iter__(self) -> Iterator[Request]:
         epoch, first = self.place
+        describes = self._describes
         for indices in self._order.batches(epoch, first):
+            if describes:
+                yield Request(epoch.seed, epoch.number, some_of(indices), DESCRIBED)
+                describes = False
             start, end = self._cut.bounds(len(indices))
             yield Request(epoch.seed, epoch.number, indices[start:end] or indices[:1], len(indices))

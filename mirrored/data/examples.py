@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from mirrored import seeds
+from mirrored.data import contents
 from mirrored.shares import Batch, Cut, Pieces, Share, is_array
 from towers.system import tree as trees
 
@@ -90,13 +91,17 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 _WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
+DESCRIBED = -1
+
+
 class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
         indices: the indices of the share's examples. For an empty share: the index of the batch's first example, from
             which an empty batch or a stand-in is made.
-        total: the number of examples of all towers together.
+        total: the number of examples of all towers together; :data:`DESCRIBED` requests the descriptions of examples
+            (:mod:`mirrored.data.contents`) instead of a batch.
     """
 
     seed: int
@@ -123,11 +128,21 @@ class SeededExamples:
         return len(self.dataset)
 
     def __getitems__(self, request: Request) -> tuple[Request, list[Any]]:
-        """Returns the request and its examples."""
+        """Returns the request and its examples, or their descriptions."""
+        if request.total == DESCRIBED:
+            return request, self._described(request)
         if self._plain:
             return request, [self.dataset[index] for index in request.indices]
         with _own_randomness():
             return request, [self._load(request, index) for index in request.indices]
+
+    def _described(self, request: Request) -> list[Any]:
+        if self._plain:
+            arrays = getattr(self.dataset, "tensors", ()) or [*getattr(self.dataset, "leaves", tuple)()]
+            return [contents.describe(arrays), *(contents.describe(self.dataset[index]) for index in request.indices)]
+        with _own_randomness():
+            described = [[contents.describe(self._load(request, index)) for _ in range(2)] for index in request.indices]
+        return [contents.stable(first, second) for first, second in described]
 
     def _load(self, request: Request, index: Any) -> Any:
         seeds.seed_cpu(seeds.mix(request.seed, "example", request.epoch, index))
@@ -222,11 +237,20 @@ class MapCollate(PartCollate):
 
     def __call__(self, loaded: tuple[Request, list[Any]]) -> Batch:
         request, examples = loaded
+        if request.total == DESCRIBED:
+            return examples, Share(0, 0)
 
         def seed_of(start: int) -> int:
             return seeds.mix(request.seed, "collate", request.epoch, request.indices[start])
 
         return self.collate(examples, request.total, seed_of)
+
+
+class StreamBatch(NamedTuple):
+    """A share of a stream's batch, and the description of some of all its examples."""
+
+    batch: Batch
+    described: list[Any]
 
 
 class StreamCollate(PartCollate):
@@ -236,9 +260,16 @@ class StreamCollate(PartCollate):
     drawn, which must stay the same on all towers.
     """
 
-    def __call__(self, examples: list[Any]) -> Batch:
+    def __call__(self, examples: list[Any]) -> StreamBatch:
         start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
+        described = [contents.describe(example) for example in some_of(examples)]
         with seeds.undisturbed():
             own = examples[start:end] or examples[:1]
-            return self.collate(own, len(examples), lambda first: seeds.mix(seed, start + first))
+            batch = self.collate(own, len(examples), lambda first: seeds.mix(seed, start + first))
+        return StreamBatch(batch, described)
+
+
+def some_of(examples: Sequence[Any]) -> list[Any]:
+    """Returns the examples of a batch that are described: the first, the last and one between them."""
+    return [examples[i] for i in sorted({0, len(examples) // 2, len(examples) - 1})] if len(examples) else []

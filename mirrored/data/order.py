@@ -3,8 +3,7 @@
 [Note: orders are compared] Towers that draw different orders would train on some examples twice. An order from (seed,
 epoch) needs no comparison. For every other order, the announcement at the start of an epoch contains a digest. Within
 an epoch, the state of a dataset contains the same digest, so a resumed run detects that a sampler or a split has
-changed. The contents of streams are not compared, only the number of examples of each batch: augmented floating-point
-numbers may differ in a last bit between processors.
+changed. The examples themselves are compared, too: [Note: contents are compared] in :mod:`mirrored.data.contents`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mirrored import seeds
+from mirrored.data import contents
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollatedParts, StreamCollate
@@ -22,7 +23,12 @@ from towers.errors import DisagreementError
 
 
 def _counted(
-    comm: Communicator, source: Iterable[Any], stream: seeds.Stream, kind: str, count: Callable[[Any], int]
+    comm: Communicator,
+    source: Iterable[Any],
+    stream: seeds.Stream,
+    kind: str,
+    count: Callable[[Any], int],
+    describe: Callable[[Any], list[Any]] | None = None,
 ) -> Iterator[tuple[int, Any, list[int]]]:
     """Yields numbers from 0, a batch, and every tower's number of examples in it, until no tower has a batch.
 
@@ -32,9 +38,11 @@ def _counted(
         stream: the random numbers of ``source``.
         kind: the data's name in messages.
         count: returns the number of examples of a batch. A tower without a batch has None and the number -1.
+        describe: returns the description of a batch that must be equal on all towers.
 
     Raises:
         TypeError, ValueError: on all towers: ``count`` fails on one of them.
+        DisagreementError: on all towers: their batches have equally many examples, but different ones.
     """
     with stream:
         batches = iter(source)
@@ -49,7 +57,11 @@ def _counted(
                 error = problem
         counts = [local]
         if comm.size > 1:
-            counts = announce(comm, f"batch {step} of {kind}", local, error=error)
+            described = describe(batch) if describe is not None and local > 0 else []
+            announced = announce(comm, f"batch {step} of {kind}", [local, described], error=error)
+            counts = [number for number, _ in announced]
+            if min(counts) == max(counts):
+                contents.compare([other for _, other in announced], f"batch {step} of {kind}")
         elif error is not None:
             raise error
         if max(counts) < 0:
@@ -97,11 +109,14 @@ class StreamDataset(DistributedDataset):
             **(settings_of(source) | {"persistent_workers": False}),
         )
         stream = seeds.Stream(epoch.seed_of("stream"))
-        count = ready_made.examples if ready_made is not None else lambda batch: batch[1].total
-        for step, batch, totals in _counted(self._comm, loader, stream, "a stream", count):
+        count: Callable[[Any], int] = lambda loaded: loaded.batch[1].total  # noqa: E731
+        describe: Callable[[Any], list[Any]] = lambda loaded: loaded.described  # noqa: E731
+        if ready_made is not None:
+            count, describe = ready_made.examples, contents.describe
+        for step, loaded, totals in _counted(self._comm, loader, stream, "a stream", count, describe):
             self._check_totals(step, totals)
             if step >= first:
-                yield ready_made.share(batch, totals[0]) if ready_made is not None else batch
+                yield ready_made.share(loaded, totals[0]) if ready_made is not None else loaded.batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """Checks that all towers count equally many examples in a batch.

@@ -44,6 +44,7 @@ from mirrored.checkpoint.tracked import track
 from mirrored.checkpoint.weights import save_weights
 from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
+from mirrored.context import refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.evaluation.watching import checkpoints_iterator
 from mirrored.interceptor import interceptor
@@ -161,6 +162,7 @@ class Evaluator:
 
     Raises:
         ValueError: the folder is missing, or a name is invalid.
+        DisagreementError: on all towers: their settings differ.
     """
 
     strategy: Strategy
@@ -180,6 +182,16 @@ class Evaluator:
         self._output = path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
         self._folder = Folder(path, Disk(), writer=self._output.name)
         self._check_exporters()
+        settings = {
+            "folder": os.fspath(self.folder),
+            "models": sorted(self.models),
+            "name": self.name,
+            "exporters": [dataclasses.asdict(exporter) for exporter in self.exporters],
+            "stop": dataclasses.asdict(self.stop) if self.stop is not None else None,
+            "timeout_seconds": self.timeout_seconds,
+            "throttle_secs": self.throttle_secs,
+        }
+        agree(self.strategy.communicator, "mirrored.evaluation.Evaluator", settings)
         tracked = [track(name, model, self.strategy.is_mirrored) for name, model in self.models.items()]
         self._restorer = Restorer(self.strategy, self._folder, tracked, self.strategy.is_chief)
         self._lock: FolderLock | None = None
@@ -208,6 +220,7 @@ class Evaluator:
             TypeError, ValueError: the evaluation returns no metrics, or not the required one.
             DisagreementError: the metrics differ between towers.
         """
+        refuse_inside_run("Evaluator.run()")
         self._open()
         new: Iterator[Any] = itertools.repeat(None)
         if self.strategy.is_chief:

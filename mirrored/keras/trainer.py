@@ -23,7 +23,7 @@ from typing import Any
 
 import keras
 
-from mirrored.context import current_frame, strategy_with_towers
+from mirrored.context import refuse_inside_run, strategy_with_towers
 from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
@@ -69,9 +69,7 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
                 "strategy.mirror(model)"
             )
         return None
-    frame = current_frame()
-    if frame is not None and frame.replica is not None:
-        raise RuntimeError(f"model.{call} was called inside strategy.run: call it outside, it runs its steps itself")
+    refuse_inside_run(f"model.{call}", "call it outside, it runs its steps itself")
     if training.strategy.virtual_towers is not None:
         raise RuntimeError(
             f"model.{call} cannot be split into virtual towers: Keras' train_step computes one loss of all "

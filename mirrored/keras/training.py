@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 
+from mirrored.context import in_step_of
 from mirrored.keras import data
 from mirrored.keras.keras_private import get_device as current_device
 from mirrored.keras.metrics import Metrics
@@ -59,7 +60,7 @@ class Training:
         kept = [] if share.local else self.metrics.state()
         if trains:
             self._variables.begin()
-        with running(step):
+        with running(step), in_step_of(f"the {'train' if trains else 'test'}_step of a Keras model"):
             result = self.strategy.run(function, args=([batch],))
         for tensor, value in kept:
             tensor.copy_(value)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mirrored.context import ActiveStrategy, current_replica
+from mirrored.context import ActiveStrategy, refuse_inside_run
 from mirrored.monitor import measuring
 from mirrored.monitor.outputs import Output, Screen, json_lines, scalars, tracked
 from mirrored.monitor.report import Report, add_times, sums
@@ -126,8 +126,7 @@ class Monitor:
             RuntimeError: inside ``run``, or after :meth:`close`.
             DisagreementError: on all towers, if some make another call.
         """
-        if current_replica() is not None:
-            raise RuntimeError("monitor.step() was called inside strategy.run(...): call it after it")
+        refuse_inside_run("monitor.step()", "call it after run has returned")
         if not self._detach.alive:
             raise RuntimeError("monitor.step() was called after monitor.close()")
         if loss is not None:

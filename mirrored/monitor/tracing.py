@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.profiler import profile, record_function
 
-from mirrored.context import current_replica
+from mirrored.context import refuse_inside_run
 from mirrored.events import Events
 from mirrored.monitor.report import PARTS, Array, Report, add_times, parts_of_towers, sums
 from mirrored.monitor.timeline import Timeline
@@ -107,8 +107,7 @@ class Tracing:
 
     def start(self) -> None:
         """Starts the trace, and raises the errors of :meth:`mirrored.Strategy.trace`."""
-        if current_replica() is not None:
-            raise RuntimeError(f"{self._call} was called inside strategy.run(...): call it outside of it")
+        refuse_inside_run(self._call)
         if profiler_runs():
             raise RuntimeError(f"{self._call} was called while another trace or profiler runs: end that one first")
         self._say("", self._try_file)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirrored.cluster.resolver import ClusterResolver
-from mirrored.context import ReplicaContext, current_replica, frame, note_towers_of
+from mirrored.context import ReplicaContext, frame, note_towers_of, refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
@@ -25,7 +25,7 @@ from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.records import Records
 from towers.collectives import values
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.options import CommunicationOptions, instead_of
@@ -87,6 +87,9 @@ class Strategy(Records):
         self._distribution = Distribution(communicator, cut, self.known_shares, self.events)
         self.accumulates = False
         self._logged: set[str] = set()
+        if self._several:
+            settings = {**vars(training), "synchronize": repr(training.synchronize), "seed": seed}
+            agree(communicator, "the strategy", settings)
         self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=interceptor().compares)
         show_in_traces(self.events)
         kinds = RunKinds(self.events, self.health)
@@ -117,8 +120,7 @@ class Strategy(Records):
             ValueError: ``sync_batch_norm`` with virtual towers.
         """
         self._check_here("scope()")
-        if current_replica() is not None:
-            raise RuntimeError("scope() was entered inside strategy.run(...); create the model outside of it")
+        refuse_inside_run("scope()", "create the model outside")
         on_device = torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
         with self.engine.recording(sync_batch_norm), frame(self, None), on_device:
             yield self
@@ -135,6 +137,7 @@ class Strategy(Records):
                 object is a TypeError.
         """
         self._check_here("mirror()")
+        refuse_inside_run("mirror()", "mirror a model before the run that trains it")
         self.engine.add(module, sync_batch_norm)
         return module
 
@@ -220,6 +223,7 @@ class Strategy(Records):
             DisagreementError: on all towers, if some make another call.
         """
         self._check_here("check_mirrored()")
+        refuse_inside_run("check_mirrored()")
         self.events.check("check_mirrored()")
 
     def state_dict(self) -> dict[str, int]:
@@ -365,6 +369,7 @@ class Strategy(Records):
             ValueError, TypeError: the arguments contradict each other or the data.
             DisagreementError: at the start of an epoch, on all towers: their data, settings or positions differ.
         """
+        refuse_inside_run("distribute_dataset()", "call it once, before the loop over the epochs")
         return distribute(
             self._distribution,
             dataset,
@@ -397,5 +402,6 @@ class Strategy(Records):
         """
         from mirrored.data.streams import PipelineDataset
 
+        refuse_inside_run("distribute_datasets_from_function()", "call it once, before the loop over the epochs")
         pipeline = fn(InputContext(self.num_replicas_in_sync, self.topology.index, self.num_replicas_in_sync))
         return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, self._seed or 0, batch_dims)

@@ -25,7 +25,7 @@ from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
-from towers.collectives.agreement import agree, announce
+from towers.collectives.agreement import announce
 from towers.gradients.averager import GradientAverager
 from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
@@ -108,8 +108,6 @@ class Engine:
         self.recorder = Recorder()
         self.one_tower_reads_state = False
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
-        if self._several:
-            agree(comm, "the strategy", {**vars(training), "synchronize": repr(way)})
         self.local: LocalTraining | None = None
         channel = comm.channel() if self._several and way is None else comm
         transport: ShardTransport | None = None

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mirrored.context import current_replica
+from mirrored.context import current_replica, refuse_in_library, refuse_inside_run
 from mirrored.interceptor import interceptor
 from mirrored.losses import compute_average_loss
 from mirrored.seeds import TowerStreams
@@ -80,6 +80,7 @@ class Gradients(CheckedCalls):
             MirrorError: virtual towers changed an integer buffer differently (on GPUs raised by a later call).
         """
         self._check_here("backward()")
+        refuse_in_library("strategy.backward()")
         if (replica := current_replica()) is None:
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         if (virtual := self.engine.virtual) is not None:
@@ -138,6 +139,7 @@ class Gradients(CheckedCalls):
             DisagreementError: on all towers, if some make another call or pass other inputs.
         """
         self._check_here("grad()")
+        refuse_in_library("strategy.grad()")
         if create_graph:
             raise ValueError(
                 "strategy.grad(create_graph=True): an average over the towers carries no graph, so a penalty on it "
@@ -183,6 +185,7 @@ class Gradients(CheckedCalls):
             DisagreementError: on all towers, if some make another call or pass other parameters.
         """
         self._check_here("average_gradients()")
+        refuse_in_library("strategy.average_gradients()")
         chosen = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
         if not self._several:
             return
@@ -210,8 +213,7 @@ class Gradients(CheckedCalls):
             MirrorError: on all towers, if the parameters differ afterwards.
         """
         self._check_here("synchronize()")
-        if current_replica() is not None:
-            raise RuntimeError("strategy.synchronize() was called inside strategy.run(...): call it outside of it")
+        refuse_inside_run("strategy.synchronize()")
         if self.engine.local is not None:
             self.engine.local.synchronize()
 

@@ -128,7 +128,7 @@ def values() -> dict[str, Any]:
 
 
 VALUES = {
-    "variables": [True, 1.5, [5], [7]],
+    "variables": [True, 1.5, [4], [7]],
     "reduce": [3],
     "mean of numbers": 1.5,
     "gather": [[0], [1], [1]],

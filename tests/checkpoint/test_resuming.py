@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -94,11 +95,19 @@ def test_only_the_newest_are_kept_and_named_ones_are_kept_always(folder: pathlib
     assert len(list(folder.glob("replaced-step-*"))) == 3
 
 
+def own_disk(folder: str, host: int) -> pathlib.Path:
+    """Goes to a folder where the path "run" is this host's own, as the same path is on hosts with their own disks."""
+    disk = pathlib.Path(folder) / f"host{host}"
+    disk.mkdir(parents=True, exist_ok=True)
+    os.chdir(disk)
+    return disk / "run"
+
+
 def _of_its_own(strategy: mirrored.Strategy, folder: str, lose: int | None) -> Any:
     """Every tower has a disk of its own, as hosts may."""
-    mine = pathlib.Path(folder) / f"host{strategy.topology.index}"
+    mine = own_disk(folder, strategy.topology.index)
     progress: dict[str, Any] = {}
-    manager = mirrored.CheckpointManager(strategy, mine, {"progress": progress}, every_steps=1)
+    manager = mirrored.CheckpointManager(strategy, "run", {"progress": progress}, every_steps=1)
     for _ in range(3):
         progress["step"], progress["tower"] = manager.steps, strategy.topology.index
         manager.step()
@@ -112,7 +121,7 @@ def _of_its_own(strategy: mirrored.Strategy, folder: str, lose: int | None) -> A
 
 def test_hosts_with_disks_of_their_own_each_have_all(folder: pathlib.Path) -> None:
     assert towers(_of_its_own, str(folder), None) == [(3, {"step": 2, "tower": 0}), (3, {"step": 2, "tower": 1})]
-    assert saved_names(folder / "host0") == saved_names(folder / "host1") == [name_of(2), name_of(3)]
+    assert saved_names(folder / "host0/run") == saved_names(folder / "host1/run") == [name_of(2), name_of(3)]
 
 
 def _what_one_tower_has(strategy: mirrored.Strategy, folder: str, save: bool) -> dict[str, Any]:
@@ -120,7 +129,8 @@ def _what_one_tower_has(strategy: mirrored.Strategy, folder: str, save: bool) ->
     progress: dict[str, Any] = {"own": torch.full((2,), float(index))} if save else {}
     if save and index == 0:
         progress["first"] = torch.arange(3.0)
-    manager = mirrored.CheckpointManager(strategy, pathlib.Path(folder) / f"host{index}", {"progress": progress})
+    own_disk(folder, index)
+    manager = mirrored.CheckpointManager(strategy, "run", {"progress": progress})
     if save:
         manager.save(wait=True)
     else:

@@ -162,5 +162,6 @@ def together(folder: str) -> dict[str, Any]:
         text_of(TypeError, MirroredLightningStrategy, strategy.towers, seed=1),
         text_of(ValueError, fitted, strategy.towers, Shares),
         text_of(ValueError, MirroredLightningStrategy, virtual_towers=4),
+        text_of(ValueError, MirroredLightningStrategy, synchronize=mirrored.LocalSGD(2)),
     ]
     return results

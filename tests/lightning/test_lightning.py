@@ -18,7 +18,7 @@ CLOSE = 1e-10
 
 REFUSED = (
     *("a list cannot be split among 2 towers", "object", "leave the group out", "give seed to"),
-    *("share of the global mean already", "virtual_towers"),
+    *("share of the global mean already", "virtual_towers", "omit synchronize"),
 )
 
 PROGRAM = """\

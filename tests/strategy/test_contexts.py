@@ -57,7 +57,7 @@ def test_one_strategy_inside_another() -> None:
                 call()
     with pytest.raises(RuntimeError, match="inside the run of another"):
         first.run(lambda: second.run(int))
-    with pytest.raises(RuntimeError, match=r"scope\(\) was entered inside strategy.run"):
+    with pytest.raises(RuntimeError, match=r"scope\(\) was called inside strategy.run"):
         first.run(lambda: first.scope().__enter__())
 
 

@@ -60,6 +60,7 @@ from tests.support.jobs import failures, text_of, towers
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
 METHODS = {"assign": 1.0, "assign_add": 1.0, "assign_sub": -1.0}
 """How a variable of 0 is made 1."""
+BEGINS = [("auto",), ("on_write", "sum"), *(("on_read", aggregation) for aggregation in AGGREGATIONS)]
 EXACT = [0.1, -1 / 3, 7.0, 0.0, 1e-310, 1.7e308, math.pi, 5e-324]
 """float64 that three towers cannot divide."""
 
@@ -109,7 +110,8 @@ def cases(strategy: mirrored.Strategy) -> dict[str, Any]:
     found["half"] = [float(half.assign(value)) for value in (0.1, 7.0, 3e38)]
     own = variable("on_read", "none")
     found["own"] = float(strategy.run(own.assign_add, (number,)))
-    found["begins"] = [float(strategy.run(variable, kwargs={"value": 1.0 * number})), variable(value=number).item()]
+    inside = strategy.run(variable, kwargs={"value": 5.0 * number})
+    found["begins"] = [float(inside), *(variable(*options, value=5.0 * number).item() for options in BEGINS)]
     flag = variable("auto", "only_first_replica", value=False, dtype=None)
     found["flag"] = strategy.run(lambda: flag.assign(number == 1)).item()
     narrow = variable("auto", "sum", value=[1, 2], dtype=torch.int32)
@@ -227,7 +229,7 @@ def test_a_wrong_value_of_this_towers_own_is_its_own_error(job: Job) -> None:
 
 
 def test_a_variable_begins_as_tower_0s_value(job: Job) -> None:
-    assert equal(job, "begins") == [1.0, 1.0]
+    assert equal(job, "begins") == [5.0] * (1 + len(BEGINS))
 
 
 def test_integers_and_booleans_stay_so(job: Job) -> None:

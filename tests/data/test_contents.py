@@ -1,0 +1,154 @@
+"""Towers that load different data from the same script: what FAULTS of other trainers' users do in silence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import mirrored
+from mirrored.data.contents import describe, stable
+from tests.support.jobs import all_raise, towers
+
+X = torch.arange(64.0).unsqueeze(1)
+Y = torch.arange(64)
+
+
+class OwnOrder(Dataset[Any]):
+    """Shuffles its list with a generator that no strategy seeds."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.order = np.random.default_rng(seed).permutation(64)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return X[self.order[index]], int(self.order[index])
+
+
+class OwnStream(IterableDataset[Any]):
+    """Yields its list in an order of its own."""
+
+    def __init__(self, seed: int | None = None, numbers: bool = True) -> None:
+        self.seed, self.numbers = seed, numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in np.random.default_rng(self.seed).permutation(64):
+            yield (X[i], int(i)) if self.numbers else X[i]
+
+
+class Noisy(Dataset[Any]):
+    """Adds noise from a generator of its own to the inputs of fixed examples."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index] + float(self.generator.normal()), int(Y[index])
+
+
+class Words(Dataset[Any]):
+    """Texts in the order of a set, whose hash depends on the process."""
+
+    def __init__(self, tower: int) -> None:
+        self.words = [f"word {(i * (3 + 2 * tower)) % 64}" for i in range(64)]
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return {"text": self.words[index], "number": index}
+
+
+def drawn_above(tower: int) -> Any:
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(tower))
+    return X[order[:48]], Y[order[:48]]
+
+
+def other_numbers(tower: int) -> Any:
+    return (X + tower / 100, Y)
+
+
+def ready_made(tower: int) -> Any:
+    order = list(range(64))
+    random.Random(tower).shuffle(order)
+    return DataLoader([(X[order[i : i + 8]], Y[order[i : i + 8]]) for i in range(0, 64, 8)], batch_size=None)
+
+
+DIFFERENT: dict[str, Any] = {
+    "a split that was drawn above the strategy": drawn_above,
+    "inputs that were drawn above the strategy": other_numbers,
+    "a TensorDataset": lambda tower: TensorDataset(*drawn_above(tower)),
+    "a subset of it": lambda tower: Subset(TensorDataset(*drawn_above(tower)), range(40)),
+    "a list": lambda tower: list(zip(*drawn_above(tower), strict=True)),
+    "arrays": lambda tower: {"x": drawn_above(tower)[0].numpy(), "y": drawn_above(tower)[1].numpy()},
+    "a dataset that shuffles": lambda tower: OwnOrder(),
+    "a loader with worker processes": lambda tower: DataLoader(OwnOrder(), batch_size=8, num_workers=1),
+    "texts in the order of a set": Words,
+    "a stream that shuffles": lambda tower: OwnStream(),
+    "a stream of inputs only": lambda tower: OwnStream(numbers=False),
+    "ready-made batches": ready_made,
+}
+
+
+def read(strategy: mirrored.Strategy, name: str) -> None:
+    data = DIFFERENT[name](strategy.topology.index)
+    for _ in strategy.distribute_dataset(data, None if isinstance(data, DataLoader) else 8):
+        pass
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_data_are_an_error(name: str) -> None:
+    words = "tower 1 and tower 0 load different examples in (epoch 0 of a distributed dataset|batch 0 of a stream)"
+    all_raise(mirrored.DisagreementError, words, read, name, same=True)
+
+
+def read_all(strategy: mirrored.Strategy) -> list[int]:
+    found: list[int] = []
+    rounded = X + 1e-7 * strategy.topology.index  # as another processor rounds
+    for data in ((rounded, Y), Noisy(), OwnOrder(3), OwnStream(3), list(zip(rounded, Y, strict=True))):
+        seen = torch.zeros(64)
+        for _, y in strategy.distribute_dataset(data, 6):
+            seen[y] += 1
+        found.append(int(strategy.reduce("sum", seen).eq(1).sum()))
+    return found
+
+
+def test_equal_data_and_augmentation_are_not() -> None:
+    for count in (2, 3):
+        assert towers(read_all, count=count) == [[64] * 5] * count
+
+
+def test_only_leaves_that_can_be_repeated_are_compared() -> None:
+    noisy = Noisy()
+    (count, inputs, label), (_, _, same) = (describe(noisy[5]) for _ in range(2))
+    assert (count, label) == (2, same)
+    assert stable([2, inputs, label], describe(noisy[5])) == [2, None, label]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        (np.array(["a", "b"]), np.array(["a", "c"])),
+        (np.array([1 + 2j]), np.array([1 + 3j])),
+        (torch.arange(2_000_000), torch.arange(2_000_000) + 1),
+        (b"image", b"other"),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        (1, 2),
+        (float("nan"), 1.0),
+    ],
+)
+def test_kinds_of_examples(one: object, other: object) -> None:
+    assert stable(describe(one), describe(one)) == describe(one) or one != one
+    assert stable(describe(one), describe(other)) != describe(one)

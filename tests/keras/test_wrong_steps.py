@@ -1,0 +1,68 @@
+"""Calls of a custom training loop inside a Keras ``train_step``: each would weight or average a second time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import mirrored.keras
+from tests.support.jobs import launch, text_of
+
+Call = Callable[[mirrored.Strategy, torch.Tensor, list[torch.Tensor]], Any]
+
+CALLS: dict[str, Call] = {
+    "compute_average_loss": lambda s, losses, p: mirrored.compute_average_loss(losses),
+    "scale_regularization_loss": lambda s, losses, p: mirrored.scale_regularization_loss(losses.mean()),
+    "strategy.backward()": lambda s, losses, p: s.backward(lambda loss: loss, losses),
+    "strategy.grad()": lambda s, losses, p: s.grad(losses.mean(), p),
+    "strategy.average_gradients()": lambda s, losses, p: s.average_gradients(p),
+}
+
+
+def messages() -> dict[str, list[str]]:
+    """What ``fit`` and ``evaluate`` raise on this tower for each call in a custom step."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    chosen = ""
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            losses = (self(x)[:, 0] - y).square()
+            CALLS[chosen](strategy, losses, [variable.value for variable in self.trainable_variables])
+            return {"loss": losses.mean()}
+
+        test_step = train_step
+
+    found = {}
+    x, y = np.ones((6, 2), "float32"), np.zeros(6, "float32")
+    with strategy.scope():
+        model = Model()
+        model.compile("sgd")
+    for chosen in CALLS:
+        found[chosen] = [
+            text_of(RuntimeError, method, x, y, batch_size=6, verbose=0) for method in (model.fit, model.evaluate)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_calls_of_a_custom_loop_are_refused_in_a_step_of_keras(count: int) -> None:
+    for tower in launch(messages, count=count):
+        for call, texts in tower.items():
+            for text, step in zip(texts, ("train_step", "test_step"), strict=True):
+                assert f"{call} was called in the {step} of a Keras model, whose loss must be a plain mean" in text
