@@ -42,8 +42,8 @@ IsMirrored = Callable[[Tensor], bool]
 Rollback = Callable[[], None]
 """Gives an object its earlier state, even after a load that failed partly."""
 
-_VERSIONS, _METRICS = "mirrored.versions", "mirrored.metrics"
-_BESIDE = (_VERSIONS, _METRICS)
+_VERSIONS, _METRICS, _CLASS = "mirrored.versions", "mirrored.metrics", "mirrored.class"
+_BESIDE = (_VERSIONS, _METRICS, _CLASS)
 
 
 class Tracked(ABC):
@@ -162,13 +162,15 @@ class TrackedOptimizer(Tracked):
 
     def state(self) -> Any:
         self._mirrored = all(self._is_mirrored(p) for group in self._optimizer.param_groups for p in group["params"])
-        return self._optimizer.state_dict()
+        return {**self._optimizer.state_dict(), _CLASS: type(self._optimizer).__name__}
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
         return self._mirrored
 
     def problem(self, state: Any) -> str | None:
         groups = self._optimizer.param_groups
+        if problem := _class_problem(self._optimizer, state):
+            return problem
         try:
             saved = [len(group["params"]) for group in state["param_groups"]]
             numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -201,7 +203,7 @@ class TrackedOptimizer(Tracked):
         return None
 
     def load(self, state: Any) -> None:
-        self._optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(_without_additions(state))
         # torch converts floating-point state to its parameter's dtype, even if it was saved in another dtype.
         for number, parameter in dict(_numbered(self._optimizer.param_groups)).items():
             loaded = self._optimizer.state.get(parameter, {})
@@ -286,8 +288,14 @@ class TrackedSchedule(TrackedObject):
 
     skip_code = True
 
+    def state(self) -> Any:
+        return {**super().state(), _CLASS: type(self._object).__name__}
+
     def problem(self, state: Any) -> str | None:
-        return _schedule_problem(self._object, state)
+        return _class_problem(self._object, state) or _schedule_problem(self._object, _without_additions(state))
+
+    def load(self, state: Any) -> None:
+        super().load(_without_additions(state))
 
 
 def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
@@ -334,6 +342,21 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
         return None
     more = f"; {len(problems) - 3} more" if len(problems) > 3 else ""
     return "; ".join(problems[:3]) + more
+
+
+def _class_problem(target: object, state: Any) -> str | None:
+    """Returns that a state is of an object of another class, if the checkpoint contains the class.
+
+    Optimizers and schedules of other classes may have the same entries, but compute with them differently.
+    """
+    here = type(target).__name__
+    saved = state.get(_CLASS, here) if isinstance(state, Mapping) else here
+    return None if saved == here else f"it is of class {here} here, and of class {saved} in the checkpoint"
+
+
+def _without_additions(state: Any) -> Any:
+    """Returns a state as the object itself has saved it."""
+    return {key: value for key, value in state.items() if key not in _BESIDE} if isinstance(state, Mapping) else state
 
 
 def _schedule_problem(schedule: Any, state: Any) -> str | None:

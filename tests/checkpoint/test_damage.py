@@ -165,7 +165,7 @@ def test_a_pickle_with_right_checksums_is_never_unpickled(folder: pathlib.Path) 
 @pytest.mark.row(46)
 def test_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(mirrored.CheckpointError, match="it is a Adam here; that in the checkpoint has momentum"):
+    with pytest.raises(mirrored.CheckpointError, match="it is of class Adam here, and of class SGD in the checkpoint"):
         come_back(folder, torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters()))
 
 
