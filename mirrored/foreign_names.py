@@ -66,7 +66,6 @@ _INSTEAD = {
         "set_epoch": _EPOCHS,
         "sampler": _EPOCHS,
         "batch_sampler": _EPOCHS,
-        "dataset": "the data that was given to strategy.distribute_dataset",
         "with_options": "arguments of strategy.distribute_dataset",
     },
 }

@@ -39,6 +39,7 @@ _EARLY = (2, 10, 100)  # the runs that reveal scripts that are wrong from the st
 _READ_AFTER = 10  # runs, after which a GPU has finished its earlier work
 
 _PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
+_BUFFER = "buffer"
 
 
 _SEVERAL = {
@@ -69,6 +70,7 @@ class MirrorCheck:
         comm: collectives over the towers.
         interval: runs between complete comparisons; None checks only on request.
         unmirrored: returns parameters of mirrored modules that are not mirrored, because a script added them later.
+        buffers: returns buffers that a script may expect to be equal. A difference is a warning.
         with_state: whether optimizer state must be equal on all towers.
         apart: returns whether towers may have different parameters now. Then only settings are compared.
         barrier: is called before each check, with its purpose. It is necessary if towers that step alone wait outside
@@ -84,12 +86,14 @@ class MirrorCheck:
         interval: int | None,
         unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
+        buffers: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
         with_state: bool = True,
         apart: Callable[[], bool] = lambda: False,
         barrier: Callable[[str], None] | None = None,
     ) -> None:
         self._comm = comm
         self._unmirrored = unmirrored
+        self._buffers = buffers
         self._barrier = barrier
         self._every = interval
         self._with_state = with_state
@@ -191,6 +195,8 @@ class MirrorCheck:
 
     def _start(self, call: str, when: str) -> _Check:
         held = self.held()
+        if not self._apart() and _BUFFER not in self._warned:
+            held += [Held(name, _BUFFER, buffer.detach()) for name, buffer in self._buffers() if _has_bits(buffer)]
         if self._barrier is not None:
             self._barrier(f"reaches {call}")
         log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
@@ -201,11 +207,31 @@ class MirrorCheck:
         return _Check(when, comparison, [name for name, _ in trained], highest)
 
     def _judge(self, check: _Check) -> None:
-        if differences := check.comparison.differences():
+        found = check.comparison.differences()
+        self._warn_of_buffers([one for one in found if one.kinds[0] == _BUFFER])
+        if differences := [one for one in found if one.kinds[0] != _BUFFER]:
             before = f"; the towers were equal {self._last_equal}" if self._last_equal else ""
             raise MirrorError(in_words(differences, f"This is how it was {check.when}{before}"))
         self._last_equal = check.when
         self._say_if_not_finite(check)
+
+    def _warn_of_buffers(self, differences: Sequence[Difference]) -> None:
+        """Logs once which buffers differ: each tower computes them from its own share, and tower 0's are saved."""
+        if not differences or _BUFFER in self._warned:
+            return
+        self._warned.add(_BUFFER)
+        if self._comm.index:
+            return
+        first, *others = differences
+        more = f" and {len(others)} more buffers are" if others else " is"
+        log.warning(
+            "buffer %s%s not the same on all towers: each tower computes it from its own share, so models differ, and "
+            "a file of tower 0 contains only its own. To have one value, reduce the numbers from which it is computed "
+            "(mirrored.get_replica_context().all_reduce), or use strategy.variable. If each tower is to have its "
+            "own, register it with persistent=False, or ignore this warning",
+            first.name,
+            more,
+        )
 
     def _say_if_not_finite(self, check: _Check) -> None:
         if "not finite" in self._warned:

@@ -145,7 +145,11 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
     if callable(dims):
         return dims(value, start, end)
     try:
-        return narrow(value, dims, start, end) if isinstance(value, (Tensor, np.ndarray)) else value[start:end]
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return value[start:end]
+        part = narrow(value, dims, start, end)
+        # As on one tower, where the whole batch is the share: ``view(-1)`` needs it.
+        return part.contiguous() if isinstance(value, Tensor) and value.is_contiguous() else part
     except (TypeError, IndexError, KeyError, RuntimeError) as error:
         raise TypeError(f"{path} is a {type(value).__name__}, which cannot be split ({error}): {_HOW}") from None
 

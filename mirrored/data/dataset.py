@@ -43,9 +43,15 @@ class DistributedDataset(ABC):
     Args:
         distribution: how batches are split.
         settings: a description of the data and its batches, as JSON values. Towers compare it, and states contain it.
+
+    Attributes:
+        dataset: the data that the script has given; None for a dataset from a function.
+        batch_size: the number of examples of a global batch; None if the data or a function determines it.
     """
 
-    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
+    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object], dataset: Any = None) -> None:
+        self.dataset = dataset
+        self.batch_size: Any = settings.get("global_batch_size")
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
@@ -262,7 +268,7 @@ class MapDataset(DistributedDataset):
     def __init__(
         self, distribution: Distribution, loader: DataLoader[Any], order: Order, seed: int, settings: dict[str, object]
     ) -> None:
-        super().__init__(distribution, seed, settings)
+        super().__init__(distribution, seed, settings, loader.dataset)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order

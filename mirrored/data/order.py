@@ -8,10 +8,12 @@ changed. The examples themselves are compared, too: [Note: contents are compared
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,8 @@ class Epoch:
     Attributes:
         seed: the seed of the data.
         number: the number of earlier epochs.
-        sampled: all that the sampler yields in this epoch, the same on every tower; None without a sampler.
+        sampled: what the sampler yields in this epoch, the same on every tower and in every iteration; None without a
+            sampler.
     """
 
     def __init__(self, seed: int, number: int, sampler: Iterable[Any] | None = None, dataset: object = None) -> None:
@@ -45,22 +48,10 @@ class Epoch:
         """Returns the seed of this epoch's random numbers for one purpose."""
         return seeds.mix(self.seed, purpose, self.number)
 
-    def _sample(self, sampler: Iterable[Any]) -> list[Any]:
-        """Returns the indices that a sampler yields. The sampler's own generator keeps its seed and its position."""
+    def _sample(self, sampler: Iterable[Any]) -> Iterable[Any]:
         tell_epoch(sampler, self.number)
-        owners = (sampler, getattr(sampler, "sampler", None))
-        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-        states = [generator.get_state() for generator in generators]
-        seed = self.seed_of("sampler")
-        try:
-            for generator in generators:
-                generator.manual_seed(seed)
-            with seeds.undisturbed():
-                seeds.seed_cpu(seed)
-                return list(sampler)
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        drawn = _Drawn(sampler, self.seed_of("sampler"))
+        return list(drawn) if isinstance(sampler, Sized) and len(sampler) <= _KEPT else drawn
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -68,9 +59,58 @@ class Epoch:
         if self.sampled is None and not self._subsets:
             return None
         digest = hashlib.blake2b(digest_size=16)
-        for indices in (self.sampled, *self._subsets):
+        sampled: Any = self.sampled
+        if isinstance(sampled, _Drawn):
+            sampled = list(itertools.islice(sampled, _COMPARED))
+        for indices in (sampled, *self._subsets):
             digest.update(_bytes_of(indices))
         return digest.hexdigest()
+
+
+_KEPT = 1_000_000
+"""Indices of an epoch that are drawn at its start. Those of a longer sampler, or of an endless one, are drawn later."""
+
+_COMPARED = 65_536
+"""Indices of a longer sampler that towers compare."""
+
+
+class _Drawn:
+    """The indices of a sampler, which are drawn while they are iterated. Every iteration draws the same.
+
+    The global generators are not affected, and a sampler's own generator keeps its seed and its position.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        owners = (self._sampler, getattr(self._sampler, "sampler", None))
+        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        states = [torch.Generator().manual_seed(self._seed).get_state() for _ in generators]
+        stream = seeds.Stream(self._seed)
+        indices: Iterator[Any] | None = None
+        while True:
+            with stream, _in_turn(generators, states):
+                indices = iter(self._sampler) if indices is None else indices
+                some = list(itertools.islice(indices, 1024))
+            if not some:
+                return
+            yield from some
+
+
+@contextlib.contextmanager
+def _in_turn(generators: Sequence[torch.Generator], states: list[torch.Tensor]) -> Iterator[None]:
+    """Lets generators continue from ``states``, which then have their new positions. Afterwards, they are as before."""
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+        states[:] = [generator.get_state() for generator in generators]
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
@@ -124,18 +164,21 @@ class Order:
 
     def epoch(self, seed: int, number: int, dataset: object) -> Epoch:
         """Returns an epoch of the dataset, with the indices of one iteration over the sampler."""
-        epoch = Epoch(seed, number, self.sampler, dataset)
-        if self.batch_size is None:
-            epoch.sampled = [list(batch) for batch in epoch.sampled or []]
-        return epoch
+        return Epoch(seed, number, self.sampler, dataset)
 
     def batches(self, epoch: Epoch, first: int) -> Iterator[list[Any]]:
         """Yields an epoch's global batches from number ``first`` on. Skipped batches are not loaded."""
         if self.batch_size is None:
-            yield from (epoch.sampled or [])[first:]
+            yield from map(list, itertools.islice(epoch.sampled or [], first, None))
             return
-        order: Any = range(self.length) if epoch.sampled is None else epoch.sampled
-        if epoch.sampled is None and self.shuffle:
+        if epoch.sampled is not None:
+            entries = itertools.islice(epoch.sampled, first * self.batch_size, None)
+            while batch := list(itertools.islice(entries, self.batch_size)):
+                if len(batch) == self.batch_size or not self.drop_last:
+                    yield batch
+            return
+        order: Any = range(self.length)
+        if self.shuffle:
             generator = torch.Generator().manual_seed(epoch.seed_of("order"))
             order = torch.randperm(self.length, generator=generator, device="cpu")
         for start in range(first * self.batch_size, len(order), self.batch_size):

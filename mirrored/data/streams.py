@@ -82,7 +82,7 @@ class StreamDataset(DistributedDataset):
     def __init__(
         self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
-        super().__init__(distribution, seed, settings)
+        super().__init__(distribution, seed, settings, loader.dataset)
         self._loader = copy.copy(loader)  # the script's loader is the key under which this object is found
         self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
         self._sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler

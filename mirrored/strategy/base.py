@@ -215,8 +215,9 @@ class Strategy(Records):
     def check_mirrored(self) -> None:
         """Checks that all towers have the same parameters, optimizer state and optimizer settings, bit for bit.
 
-        All towers must call it. It does not compare buffers (each tower has its own running statistics of BatchNorm),
-        nor optimizer state with ``shard_optimizer=True``. On one tower it does nothing. It waits for the GPU.
+        All towers must call it. A buffer that differs is one warning, except running statistics of normalisations. It
+        does not compare optimizer state with ``shard_optimizer=True``. On one tower it does nothing. It waits for the
+        GPU.
 
         Raises:
             MirrorError: on all towers, with one message that names the difference and the towers that differ.

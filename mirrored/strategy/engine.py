@@ -178,6 +178,7 @@ class Engine:
             comm,
             training.mirror_check_interval if local is None else None,  # synchronisations have their own checks
             recorder.unmirrored,
+            buffers=recorder.computed_buffers,
             with_state=sharder is None and local is None,
             apart=local.apart if local is not None else lambda: False,
             barrier=sharder.barrier if sharder else None,

@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from towers.system.named import Named
-from towers.system.torch_private import own_buffers, own_parameters
+from towers.system.torch_private import NormBase, own_buffers, own_parameters, unsaved_buffers
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -190,6 +190,18 @@ class Recorder:
             if own_buffers(module):
                 named.setdefault(id(module), (name, module))
         return list(named.values())
+
+    def computed_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the saved buffers that forwards compute, named, except statistics of normalisations and Keras' layers.
+
+        DDP broadcasts buffers before every forward; here, each tower keeps its own.
+        """
+        for name, module in self.modules_with_buffers():
+            if isinstance(module, NormBase) or type(module).__module__.partition(".")[0] == "keras":
+                continue
+            for key, buffer in own_buffers(module).items():
+                if buffer is not None and key not in unsaved_buffers(module):
+                    yield (f"{name}.{key}" if name else key), buffer
 
     def name_of_module(self, module: nn.Module) -> str | None:
         """Returns a module's name for messages: its path in a mirrored model, or None if it is in none."""
