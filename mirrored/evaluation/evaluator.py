@@ -21,6 +21,7 @@ decides independently, and an error occurs on all of them. Only the chief watche
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -50,6 +51,7 @@ from mirrored.evaluation.watching import checkpoints_iterator
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import agree, announce
+from towers.mirroring import mirror
 from towers.system.log import get_logger
 from towers.system.timeouts import Deadline
 
@@ -192,8 +194,8 @@ class Evaluator:
             "throttle_secs": self.throttle_secs,
         }
         agree(self.strategy.communicator, "mirrored.evaluation.Evaluator", settings)
-        tracked = [track(name, model, self.strategy.is_mirrored) for name, model in self.models.items()]
-        self._restorer = Restorer(self.strategy, self._folder, tracked, self.strategy.is_chief)
+        self._tracked = [track(name, model, self.strategy.is_mirrored) for name, model in self.models.items()]
+        self._restorer = Restorer(self.strategy, self._folder, self._tracked, self.strategy.is_chief)
         self._lock: FolderLock | None = None
         self._board: Any = None
         self.rows: list[Row] = []
@@ -257,8 +259,15 @@ class Evaluator:
                 self._board = SummaryWriter(str(self._output))
         self.rows = self.of_chief(self.rows)
 
-    def evaluate_one(self, path: pathlib.Path) -> str:
+    def evaluate_one(self, path: pathlib.Path, *, keeps: bool = False) -> str:
         """Evaluates a checkpoint, unless it is damaged or was evaluated before. All towers must call it.
+
+        The towers evaluate tower 0's model of the checkpoint, whose weights are exported, even if buffers (or, between
+        synchronisations, parameters) differed between the towers that saved it. So the result depends on the checkpoint
+        only, and not on the number of towers.
+
+        Args:
+            keeps: whether the models have their present values again afterwards.
 
         Returns:
             The reason why training must stop early. Empty: it continues.
@@ -273,7 +282,19 @@ class Evaluator:
         if any(row.items() <= other.items() for other in self.rows):
             stored.close()
             return ""
-        self._restorer.load(stored)
+        with contextlib.ExitStack() as stack:
+            for one in self._tracked if keeps else ():
+                stack.callback(one.rollback())
+            self._restorer.load(stored)
+            if self.strategy.num_replicas_in_sync > 1:
+                mirror.broadcast(self.strategy.communicator, list(self._tensors()))
+            return self._evaluate_loaded(path, row)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        found = {id(t): t for model in self.models.values() for t in (*model.parameters(), *model.buffers())}
+        yield from (tensor.detach() for tensor in found.values())
+
+    def _evaluate_loaded(self, path: pathlib.Path, row: Row) -> str:
         modes = [(layer, layer.training) for model in self.models.values() for layer in model.modules()]
         for layer, _ in modes:
             layer.training = False
@@ -368,22 +389,25 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
     saved: list[str] = []
     strategy.events.saved.append(saved.append)
     in_turns = not any("evaluator" in each.cluster_spec() for each in _resolvers(strategy))
-    pause = Deadline(0)
+    pause, every = Deadline(0), options.get("every_steps")
     with manager.resume():
         for _ in data.epochs(max_steps + 1):  # each has a step, except perhaps the rest of an interrupted epoch
             if manager.steps >= max_steps:
                 break
             for batch in itertools.islice(data, max_steps - manager.steps):
                 strategy.run(train_spec.train_step, args=batch if isinstance(batch, (tuple, list)) else (batch,))
+                if every and (manager.steps + 1) % every == 0:
+                    strategy.synchronize()  # with local steps: what is saved next is evaluated
                 manager.step()
                 if in_turns and saved and eval_spec.of_chief(pause.has_passed()):
                     pause = Deadline(eval_spec.throttle_secs)
                     manager.wait()
-                    if eval_spec.evaluate_one(manager.folder / name_of(manager.steps)):
+                    if eval_spec.evaluate_one(manager.folder / name_of(manager.steps), keeps=True):
                         raise TrainingStopped  # this also saves
                 saved.clear()
         if not manager.steps:
             raise ValueError(f"the data of TrainSpec have no batch, but max_steps is {max_steps}")
+        strategy.synchronize()
     if in_turns:
         eval_spec.evaluate_one(manager.folder / name_of(manager.steps))
     return eval_spec.rows
