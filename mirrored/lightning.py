@@ -17,11 +17,13 @@ that are equal on all towers. In manual optimization, the step calls backward it
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -180,7 +182,8 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self._weights = {self.world_size * share.local / share.total for share in shares} or {1.0}
         if shares and (results := self.lightning_module.trainer._results) is not None:
             results.batch_size = shares[0].local  # the weight of self.log; Lightning would count a stand-in
-        return self.towers.run(step, args, kwargs)
+        with _logging_nothing(self.lightning_module) if shares and not shares[0].local else nullcontext():
+            return self.towers.run(step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Averages the gradients of all towers' losses, weighted by their numbers of examples.
@@ -267,6 +270,35 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self._optimizers: list[Any] = []
         super(ParallelStrategy, self).teardown()
         self._optimizers = optimizers
+
+
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+"""Values that do not change a reduction."""
+
+
+@contextmanager
+def _logging_nothing(module: Any) -> Iterator[None]:
+    """Makes ``log`` of a module count nothing, for a step of a tower without examples, which computes on a stand-in."""
+    original, signature = module.log, inspect.signature(module.log)
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(*args, **kwargs)
+        given = arguments.arguments
+        reduce_fx = given.get("reduce_fx", "mean")
+        name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if isinstance(value := given["value"], (int, float, Tensor)):
+            given["batch_size"] = 0
+            if (neutral := _NEUTRAL.get(name.removeprefix("a"))) is not None:
+                given["value"] = neutral
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    given["value"] = torch.full_like(value, neutral)
+        original(*arguments.args, **arguments.kwargs)
+
+    module.log = log
+    try:
+        yield
+    finally:
+        del module.log
 
 
 class _Epochs:

@@ -39,7 +39,7 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
     """Makes the metrics in ``module``, which may itself be a metric, accept empty shares and stand-ins."""
     for _, updated in _metrics_in(module, "Metric", "MetricCollection"):
         if getattr(updated.update, "func", None) is not _update:
-            updated.update = functools.partial(_update, updated.update)
+            updated.update = functools.partial(_update, updated.update, always=_is_wrapper(updated))
     for path, metric in _metrics_in(module):
         if not isinstance(metric.dist_sync_fn, GatherStates):
             metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(metric).__name__, path))))
@@ -111,14 +111,26 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "the values given to a metric")
 
 
-def _update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the ``update`` of a metric or collection, or does nothing without examples."""
-    return None if _has_no_examples(args, kwargs) else update(*args, **kwargs)
+def _is_wrapper(metric: Any) -> bool:
+    """Returns whether a metric counts its updates, or computes in ``forward``, and leaves examples to another metric.
+
+    ``Running`` keeps the last updates, one of which may be that of an empty share. ``MinMaxMetric`` computes in
+    ``forward``, which is a collective of the inner metric.
+    """
+    return any(
+        base.__module__.startswith("torchmetrics.") and base.__name__ in ("Running", "MinMaxMetric")
+        for base in type(metric).__mro__
+    )
+
+
+def _update(update: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any) -> Any:
+    """Calls the ``update`` of a metric or collection. Without examples it does nothing, except for wrappers."""
+    return None if not always and _has_no_examples(args, kwargs) else update(*args, **kwargs)
 
 
 def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls a metric's ``forward``. Without examples, it returns NaN and leaves the metric unchanged."""
-    if _has_no_examples(args, kwargs):
+    if not _is_wrapper(metric) and _has_no_examples(args, kwargs):
         return torch.full((), torch.nan, device=metric.device)
     return type(metric).forward(metric, *args, **kwargs)
 

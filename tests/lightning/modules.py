@@ -165,3 +165,32 @@ def together(folder: str) -> dict[str, Any]:
         text_of(ValueError, MirroredLightningStrategy, synchronize=mirrored.LocalSGD(2)),
     ]
     return results
+
+
+class Logging(L.LightningModule):
+    """Logs numbers of a batch in every way of reducing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = seeded(lambda: nn.Linear(1, 1)).double()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x = batch[0]
+        ways = {"sum": x.sum(), "max": x.max(), "min": x.min(), "mean": x.mean()}
+        for name, value in ways.items():
+            self.log(name, value, sync_dist=True, reduce_fx=name, on_step=False, on_epoch=True, batch_size=len(x))
+        self.log_dict({"total": float(x.sum())}, sync_dist=True, reduce_fx=torch.sum, on_step=False, on_epoch=True)
+        return self.layer(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def logged() -> dict[str, float]:
+    """What an epoch of five examples, from 1 to 5, in batches of 4 logs."""
+    strategy = MirroredLightningStrategy(seed=0)
+    data = DataLoader([(torch.tensor([float(i)]).double(),) for i in range(1, 6)], BATCH)
+    model, plain = Logging(), {"enable_checkpointing": False, "enable_model_summary": False}
+    trainer = L.Trainer(strategy=strategy, max_epochs=1, enable_progress_bar=False, logger=False, **plain)
+    trainer.fit(model, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -143,3 +143,12 @@ def test_it_says_what_is_missing() -> None:
     code = "import sys; sys.modules.update({'lightning': None, 'lightning.pytorch': None}); import mirrored.lightning"
     result = run_program(["-c", code], code=1)
     assert "mirrored.lightning needs Lightning: pip install" in result.stderr
+
+
+def test_a_stand_in_is_not_logged() -> None:
+    """On six towers, some have no example in either batch."""
+    from tests.lightning.modules import logged
+
+    for count in (1, 2, 3, 6):
+        for found in launch(logged, count=count):
+            assert found == {"sum": 15, "max": 5, "min": 1, "mean": 3, "total": 15}, count
