@@ -37,6 +37,7 @@ from mirrored.strategy.base import Strategy
 from mirrored.strategy.workers import MultiWorkerMirroredStrategy
 from mirrored.verification.loss_graph import terms_of
 from towers.collectives.agreement import announce
+from towers.system import tree as trees
 
 try:
     if "pytorch_lightning" in sys.modules:  # the same library under its older name, with separate classes
@@ -225,6 +226,23 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         with self.towers.no_sync():
             yield
 
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint of Lightning, with every tower's random numbers: dropout continues where it was."""
+        streams = self.towers.streams.state_dict()
+        state = trees.map_leaves(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, streams)
+        checkpoint[_RANDOM_STATES] = self.towers.communicator.all_gather_json(state)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        states = checkpoint.get(_RANDOM_STATES, [])
+        if len(states) == self.world_size:
+            self.towers.streams.load_state_dict(states[self.global_rank])
+        elif states:
+            self.towers.streams.restart(f"resumed at step {checkpoint['global_step']}")
+
     # -- collectives -------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
@@ -271,6 +289,8 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         super(ParallelStrategy, self).teardown()
         self._optimizers = optimizers
 
+
+_RANDOM_STATES = "mirrored_random_states"
 
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 """Values that do not change a reduction."""

@@ -58,6 +58,13 @@ class Classifier(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Dropping(Classifier):
+    """Draws random numbers in its steps, which differ between towers."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(inputs, 0.3, self.training))
+
+
 class Manual(Classifier):
     """Makes its optimizer's steps itself."""
 
@@ -130,14 +137,18 @@ def all_kinds(options: dict[str, Any]) -> dict[str, Any]:
 
 def interrupted(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """What a fit leaves that was not interrupted, and those that went on from a checkpoint."""
-    towers = mirrored.MultiWorkerMirroredStrategy(seed=0, **options)
-    single = {"precision": "32-true"}  # Lightning restores a model before it makes it one of float64
-    results = {"whole": fitted(towers, max_epochs=3, **single)}
+
+    def fitted_anew(**settings: Any) -> Any:
+        # Lightning restores a model before it makes it one of float64.
+        towers = mirrored.MultiWorkerMirroredStrategy(seed=0, **options)
+        return fitted(towers, Dropping, precision="32-true", **settings)
+
+    results = {"whole": fitted_anew(max_epochs=3)}
     for name, first in {"after an epoch": {"max_epochs": 1}, "within an epoch": {"max_steps": 9}}.items():
         place = pathlib.Path(folder, name)
         saving = ModelCheckpoint(place, save_last=True, every_n_train_steps=first.get("max_steps"))
-        fitted(towers, enable_checkpointing=True, callbacks=[saving], **first, **single)
-        results[name] = fitted(towers, ckpt_path=str(place / "last.ckpt"), max_epochs=3, **single)
+        fitted_anew(enable_checkpointing=True, callbacks=[saving], **first)
+        results[name] = fitted_anew(ckpt_path=str(place / "last.ckpt"), max_epochs=3)
     return results
 
 
