@@ -19,6 +19,7 @@ import keras
 import torch
 from torch import Tensor
 
+from mirrored.context import current_replica
 from mirrored.keras.keras_private import reduction_metrics
 from mirrored.keras.metric_probe import probe_first_update
 from mirrored.keras.patching import around
@@ -38,6 +39,27 @@ def _reduce_to_samplewise_values(original: Any, values: Any, sample_weight: Any,
         sample_weight = keras.ops.cast(step.fraction, values.dtype)
         values = values * sample_weight
     return values, sample_weight
+
+
+@around(keras.Metric, "add_variable")
+def _add_variable(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    variable = original(metric, *args, **kwargs)
+    variable.name_of_metric = metric.name
+    return variable
+
+
+@around(keras.Variable, "assign")
+def _assign(original: Any, variable: Any, value: Any) -> Any:
+    """Refuses updates of a metric in a custom loop, where no tower would combine the counts."""
+    name, replica = getattr(variable, "name_of_metric", None), current_replica()
+    if name is not None and current() is None and replica is not None and replica.num_replicas_in_sync > 1:
+        raise RuntimeError(
+            f"the metric {name!r} of Keras was updated inside strategy.run(...) of a custom training loop, where each "
+            "tower counts only its own examples and result() would be that of one tower. Return sums and counts from "
+            'the step and reduce them (strategy.reduce("sum", (correct, count))), use strategy.mirror(metric) with a '
+            "metric of torchmetrics, or pass the metric to model.compile and call model.evaluate"
+        )
+    return original(variable, value)
 
 
 class Metrics:

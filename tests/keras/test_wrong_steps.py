@@ -66,3 +66,32 @@ def test_calls_of_a_custom_loop_are_refused_in_a_step_of_keras(count: int) -> No
         for call, texts in tower.items():
             for text, step in zip(texts, ("train_step", "test_step"), strict=True):
                 assert f"{call} was called in the {step} of a Keras model, whose loss must be a plain mean" in text
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "accuracy": lambda: keras.metrics.BinaryAccuracy(name="accuracy"),
+    "mean": lambda: keras.metrics.Mean(name="mean"),
+    "area": lambda: keras.metrics.AUC(name="area"),
+}
+
+
+def counted() -> list[str]:
+    """What ``update_state`` raises in a custom loop; it may be called outside, with the examples of all towers."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    y, predicted = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.2, 0.9, 0.4])
+    texts = []
+    for name, make in METRICS.items():
+        with strategy.scope():
+            metric = make()
+        arguments = (predicted,) if name == "mean" else (y, predicted)
+        texts.append(text_of(RuntimeError, strategy.run, metric.update_state, args=arguments))
+        metric.reset_state()
+        metric.update_state(*(strategy.gather(argument) for argument in arguments))
+        assert 0 < float(metric.result()) <= 1
+    return texts
+
+
+def test_a_metric_is_not_updated_in_a_custom_loop() -> None:
+    for texts in launch(counted):
+        for name, text in zip(METRICS, texts, strict=True):
+            assert f"the metric '{name}' of Keras was updated inside strategy.run(...) of a custom" in text
