@@ -122,7 +122,8 @@ def compare(towers: Sequence[Any], data: str) -> None:
         if not _same(other, towers[0]):
             raise DisagreementError(
                 f"tower {tower} and tower 0 load different examples in {data}, although each takes its share of the "
-                "same data, so some examples would be used twice and others not at all. Likely causes: random numbers "
+                "same data, so some examples would be used twice and others not at all. Likely causes: data that the "
+                "script has already split by tower (distribute_dataset splits them); random numbers "
                 "that were drawn before the strategy was created; a generator without a fixed seed "
                 "(numpy.random.default_rng(), torch.Generator); the order of a set; files or numbers that each tower "
                 "chooses or creates by itself. Create the strategy first, draw from the global generators of torch, "

@@ -68,6 +68,8 @@ def failure(comparison: RunComparison) -> Explanation | None:
     drifting = drift(many) or _write_on_some_towers(many, len(many[0].steps))
     if drifting is not None:
         return dataclasses.replace(drifting, shown_by="; ".join(filter(None, (drifting.shown_by, error))))
+    if (twice := _split_twice(comparison, "", error)) is not None:
+        return twice
     return Explanation(
         Cause.FAILS_ON_TOWERS,
         f"the script runs on one tower, but on {len(many)} towers tower {tower} fails{at_line(first.line)}: {first}",
@@ -279,18 +281,27 @@ def other_data(comparison: RunComparison) -> Explanation | None:
     return None
 
 
-def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:
-    towers, missing = len(comparison.many), (batch - together).total()
+def _split_twice(comparison: RunComparison, first: str, shown: str) -> Explanation | None:
+    """Explains that a dataset was split by tower before it was distributed, if its sizes show that."""
+    towers = len(comparison.many)
     for alone, each in zip(comparison.one.datasets, comparison.many[0].datasets, strict=False):
         if alone != each and abs(each * towers - alone) < towers:
             return Explanation(
                 Cause.SHARDED_TWICE,
                 f"the data is split twice: the dataset given to distribute_dataset has {each} examples on each "
                 f"of {towers} towers, but {alone} on one, and each tower's part is split again, so that most "
-                f"examples are never used (first at {step})",
+                f"examples are never used{first}",
                 "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself",
-                f"the examples of {step} are other ones: {missing} of one tower's {batch.total()} reach no tower",
+                shown,
             )
+    return None
+
+
+def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:
+    towers, missing = len(comparison.many), (batch - together).total()
+    shown = f"the examples of {step} are other ones: {missing} of one tower's {batch.total()} reach no tower"
+    if (twice := _split_twice(comparison, f" (first at {step})", shown)) is not None:
+        return twice
     sizes = f"{together.total()} examples on {towers} towers, {batch.total()} on one"
     if together.total() == towers * batch.total():
         sizes += ": each tower takes a batch of the full size"
