@@ -70,6 +70,9 @@ class Epoch:
 _KEPT = 1_000_000
 """Indices of an epoch that are drawn at its start. Those of a longer sampler, or of an endless one, are drawn later."""
 
+_DRAWN = 1024
+"""Indices that are drawn at once."""
+
 _COMPARED = 65_536
 """Indices of a longer sampler that towers compare."""
 
@@ -93,10 +96,10 @@ class _Drawn:
         while True:
             with stream, _in_turn(generators, states):
                 indices = iter(self._sampler) if indices is None else indices
-                some = list(itertools.islice(indices, 1024))
-            if not some:
-                return
+                some = list(itertools.islice(indices, _DRAWN))
             yield from some
+            if len(some) < _DRAWN:  # another call of next would start some wrappers of samplers again
+                return
 
 
 @contextlib.contextmanager

@@ -76,6 +76,32 @@ def differ(strategy: mirrored.Strategy) -> None:
     next(iter(strategy.distribute_dataset(DataLoader(DATA, batch_size=5, sampler=Own(strategy.topology.index)))))
 
 
+class Restarting(Sampler[int]):
+    """Starts again when it is asked after its end, as a wrapper of Lightning does."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position = self.position + 1 if self.position <= 100 else 1
+        if self.position > 100:
+            raise StopIteration
+        return self.position - 1
+
+
+def test_a_sampler_that_starts_again_ends() -> None:
+    strategy = mirrored.OneDeviceStrategy()
+    data = strategy.distribute_dataset(DataLoader(DATA, batch_size=30, sampler=Restarting()))
+    for _ in range(2):
+        assert torch.cat([x for (x,) in data]).tolist() == list(range(100))
+
+
 class Own(Endless):
     """Draws from a generator of its own."""
 
