@@ -60,7 +60,14 @@ def evaluate_again(strategy: mirrored.Strategy, folder: str, name: str) -> float
     return float(evaluator.rows[-1]["loss"])
 
 
-@pytest.mark.parametrize("options", [{}, {"synchronize": mirrored.LocalSGD(3)}, {"synchronize": mirrored.DiLoCo(3)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"synchronize": mirrored.LocalSGD(3)},
+        pytest.param({"synchronize": mirrored.DiLoCo(3)}, marks=pytest.mark.extended),
+    ],
+)
 def test_what_is_exported_is_what_was_evaluated(options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     rows, same = towers(train, str(tmp_path / "run"), settings=options)
     assert rows == same
