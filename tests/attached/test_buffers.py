@@ -65,10 +65,14 @@ def warned(strategy: mirrored.Strategy, kind: str) -> list[str]:
     ("kind", "words"),
     [
         ("own", "buffer Sequential.1.codes is not the same on all towers"),
-        ("several", "buffer Sequential.1.0.codes and 1 more buffers are not the same on all towers"),
-        ("reduced", None),
+        pytest.param(
+            "several",
+            "buffer Sequential.1.0.codes and 1 more buffers are not the same on all towers",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param("reduced", None, marks=pytest.mark.extended),
         ("not saved", None),
-        ("normalisation", None),
+        pytest.param("normalisation", None, marks=pytest.mark.extended),
     ],
 )
 def test_a_buffer_that_differs_is_reported_once(kind: str, words: str | None) -> None:
@@ -78,6 +82,7 @@ def test_a_buffer_that_differs_is_reported_once(kind: str, words: str | None) ->
     assert words is None or words in chief[0]
 
 
+@pytest.mark.extended
 def test_with_virtual_towers_and_on_one_tower_none_differs() -> None:
     assert towers(warned, "own", settings={"virtual_towers": 4}) == [[], []]
     assert towers(warned, "own", count=1) == [[]]

@@ -12,6 +12,8 @@ from torchmetrics.wrappers import MinMaxMetric, Running
 import mirrored
 from tests.support.jobs import towers
 
+pytestmark = pytest.mark.extended
+
 SIZES = (20, 21, 22, 23)
 """In batches of 4, the last batch has 4, 1, 2 and 3 examples."""
 

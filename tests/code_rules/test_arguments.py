@@ -87,11 +87,20 @@ def manage(strategy: mirrored.Strategy, folder: str, changed: dict[str, Any]) ->
     mirrored.CheckpointManager(strategy, **{"folder": folder, "objects": {"a": {}}, **options})
 
 
+@pytest.mark.parametrize(("name", "value"), [("folder", "another"), ("objects", {"b": {}})])
+def test_the_folder_and_the_objects_of_a_manager_are_compared(name: str, value: object, tmp_path: pathlib.Path) -> None:
+    check_compared(name, value, tmp_path)
+
+
+def check_compared(name: str, value: object, tmp_path: pathlib.Path) -> None:
+    words = rf"mirrored.CheckpointManager: {name} is .* on tower 0, but .* on tower 1; give all towers one"
+    all_raise(mirrored.DisagreementError, words, manage, str(tmp_path / "run"), {name: value}, same=True)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("folder", "another"),
-        ("objects", {"b": {}}),
         ("keep", 3),
         ("every_steps", 2),
         ("every_seconds", 2.0),
@@ -102,8 +111,7 @@ def manage(strategy: mirrored.Strategy, folder: str, changed: dict[str, Any]) ->
     ],
 )
 def test_settings_of_a_manager_are_compared(name: str, value: object, tmp_path: pathlib.Path) -> None:
-    words = rf"mirrored.CheckpointManager: {name} is .* on tower 0, but .* on tower 1; give all towers one"
-    all_raise(mirrored.DisagreementError, words, manage, str(tmp_path / "run"), {name: value}, same=True)
+    check_compared(name, value, tmp_path)
 
 
 def evaluate(strategy: mirrored.Strategy, folder: str, changed: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def evaluate_again(strategy: mirrored.Strategy, folder: str, name: str) -> float
     "options",
     [
         {},
-        {"synchronize": mirrored.LocalSGD(3)},
+        pytest.param({"synchronize": mirrored.LocalSGD(3)}, marks=pytest.mark.extended),
         pytest.param({"synchronize": mirrored.DiLoCo(3)}, marks=pytest.mark.extended),
     ],
 )

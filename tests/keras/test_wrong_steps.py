@@ -60,7 +60,7 @@ def messages() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_calls_of_a_custom_loop_are_refused_in_a_step_of_keras(count: int) -> None:
     for tower in launch(messages, count=count):
         for call, texts in tower.items():
