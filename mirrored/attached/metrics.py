@@ -50,10 +50,15 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
 
 def _metrics_in(module: nn.Module, *kinds: str) -> Iterator[tuple[str, Any]]:
     """Yields the metrics in a module, or its objects of other ``kinds`` of torchmetrics, with their paths."""
-    wanted = {f"torchmetrics.{kind}" for kind in kinds or ("Metric",)}
     for path, layer in module.named_modules() if "torchmetrics" in sys.modules else ():
-        if any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(layer).__mro__):
+        if _is_a(layer, *(kinds or ("Metric",))):
             yield path, layer
+
+
+def _is_a(layer: object, *kinds: str) -> bool:
+    """Returns whether an object is of one of these classes of torchmetrics."""
+    wanted = {f"torchmetrics.{kind}" for kind in kinds}
+    return any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(layer).__mro__)
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
@@ -117,10 +122,7 @@ def _is_wrapper(metric: Any) -> bool:
     ``Running`` keeps the last updates, one of which may be that of an empty share. ``MinMaxMetric`` computes in
     ``forward``, which is a collective of the inner metric.
     """
-    return any(
-        base.__module__.startswith("torchmetrics.") and base.__name__ in ("Running", "MinMaxMetric")
-        for base in type(metric).__mro__
-    )
+    return _is_a(metric, "Running", "MinMaxMetric")
 
 
 def _update(update: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any) -> Any:

@@ -223,7 +223,7 @@ class MirrorCheck:
         if self._comm.index:
             return
         first, *others = differences
-        more = f" and {len(others)} more buffers are" if others else " is"
+        more = f" and {len(others)} more are" if others else " is"
         log.warning(
             "buffer %s%s not the same on all towers: each tower computes it from its own share, so models differ, and "
             "a file of tower 0 contains only its own. To have one value, reduce the numbers from which it is computed "

@@ -114,7 +114,7 @@ class CheckpointManager:
         self._comm = strategy.communicator
         settings: dict[str, Any] = {
             "folder": os.fspath(folder),
-            "objects": sorted(objects),
+            "objects": sorted(map(str, objects)),
             "keep": keep,
             "every_steps": every_steps,
             "every_seconds": every_seconds,

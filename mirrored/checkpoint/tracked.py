@@ -111,12 +111,10 @@ class TrackedModule(Tracked):
         if not isinstance(versions, dict) or not all(isinstance(value, dict) for value in versions.values()):
             return "its versions in the checkpoint are malformed"
         here = self._module.state_dict()
-        return mismatch(here, {key: value for key, value in state.items() if key not in _BESIDE}) or metrics.problem_of(
-            self._module, state.get(_METRICS, {})
-        )
+        return mismatch(here, _without_additions(state)) or metrics.problem_of(self._module, state.get(_METRICS, {}))
 
     def load(self, state: Any) -> None:
-        tensors = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
+        tensors = collections.OrderedDict(_without_additions(state))
         set_state_versions(tensors, state.get(_VERSIONS, {}))
         self._module.load_state_dict(tensors)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))

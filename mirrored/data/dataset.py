@@ -270,7 +270,6 @@ class MapDataset(DistributedDataset):
     ) -> None:
         super().__init__(distribution, seed, settings, loader.dataset)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
-        self._dataset = loader.dataset
         self._order = order
         self._sampler = _ShareSampler(order, self._cut, describes=self._comm.size > 1)
         self._generator = torch.Generator()
@@ -286,13 +285,13 @@ class MapDataset(DistributedDataset):
         return len(self._order)
 
     def _begin(self, number: int) -> Epoch:
-        return self._order.epoch(self._seed, number, self._dataset)
+        return self._order.epoch(self._seed, number, self.dataset)
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(epoch.seed_of("loader"))
         self._sampler.place = epoch, first
         loaded = iter(self._loader)
-        if self._comm.size > 1 and (described := next(loaded, None)) is not None:
+        if self._sampler.describes and (described := next(loaded, None)) is not None:
             contents.check_same(self._comm, f"epoch {epoch.number} of a distributed dataset", described[0])
         yield from loaded
 
@@ -310,12 +309,12 @@ class _ShareSampler:
     def __init__(self, order: Order, cut: Cut, *, describes: bool) -> None:
         self._order = order
         self._cut = cut
-        self._describes = describes
+        self.describes = describes
         self.place = Epoch(0, 0), 0
 
     def __iter__(self) -> Iterator[Request]:
         epoch, first = self.place
-        describes = self._describes
+        describes = self.describes
         for indices in self._order.batches(epoch, first):
             if describes:
                 yield Request(epoch.seed, epoch.number, some_of(indices), DESCRIBED)

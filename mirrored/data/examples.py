@@ -92,6 +92,7 @@ _WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
 DESCRIBED = -1
+"""The ``total`` of a request for descriptions."""
 
 
 class Request(NamedTuple):

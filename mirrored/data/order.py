@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Epoch:
     def _sample(self, sampler: Iterable[Any]) -> Iterable[Any]:
         tell_epoch(sampler, self.number)
         drawn = _Drawn(sampler, self.seed_of("sampler"))
-        return list(drawn) if isinstance(sampler, Sized) and len(sampler) <= _KEPT else drawn
+        return list(drawn) if _length_of(sampler) <= _KEPT else drawn
 
     @functools.cached_property
     def digest(self) -> str | None:
@@ -75,6 +76,14 @@ _DRAWN = 1024
 
 _COMPARED = 65_536
 """Indices of a longer sampler that towers compare."""
+
+
+def _length_of(sampler: Iterable[Any]) -> float:
+    """Returns the number of a sampler's entries; infinity if it does not have one."""
+    try:
+        return len(sampler) if isinstance(sampler, Sized) else math.inf
+    except (TypeError, NotImplementedError):
+        return math.inf
 
 
 class _Drawn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
@@ -14,7 +15,7 @@ from mirrored import seeds
 from mirrored.data import contents
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
-from mirrored.data.examples import CollatedParts, StreamCollate
+from mirrored.data.examples import CollatedParts, StreamBatch, StreamCollate
 from mirrored.data.order import Epoch, is_ready_made, tell_epoch
 from mirrored.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
@@ -69,6 +70,10 @@ def _counted(
         yield step, batch, counts
 
 
+def _total(loaded: StreamBatch) -> int:
+    return loaded.batch[1].total
+
+
 class StreamDataset(DistributedDataset):
     """An iterable dataset: every tower reads the whole stream and keeps its share of each global batch.
 
@@ -109,10 +114,8 @@ class StreamDataset(DistributedDataset):
             **(settings_of(source) | {"persistent_workers": False}),
         )
         stream = seeds.Stream(epoch.seed_of("stream"))
-        count: Callable[[Any], int] = lambda loaded: loaded.batch[1].total  # noqa: E731
-        describe: Callable[[Any], list[Any]] = lambda loaded: loaded.described  # noqa: E731
-        if ready_made is not None:
-            count, describe = ready_made.examples, contents.describe
+        count = ready_made.examples if ready_made is not None else _total
+        describe = contents.describe if ready_made is not None else operator.attrgetter("described")
         for step, loaded, totals in _counted(self._comm, loader, stream, "a stream", count, describe):
             self._check_totals(step, totals)
             if step >= first:

@@ -186,7 +186,7 @@ class Evaluator:
         self._check_exporters()
         settings = {
             "folder": os.fspath(self.folder),
-            "models": sorted(self.models),
+            "models": sorted(map(str, self.models)),
             "name": self.name,
             "exporters": [dataclasses.asdict(exporter) for exporter in self.exporters],
             "stop": dataclasses.asdict(self.stop) if self.stop is not None else None,

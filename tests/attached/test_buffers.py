@@ -67,7 +67,7 @@ def warned(strategy: mirrored.Strategy, kind: str) -> list[str]:
         ("own", "buffer Sequential.1.codes is not the same on all towers"),
         pytest.param(
             "several",
-            "buffer Sequential.1.0.codes and 1 more buffers are not the same on all towers",
+            "buffer Sequential.1.0.codes and 1 more are not the same on all towers",
             marks=pytest.mark.extended,
         ),
         pytest.param("reduced", None, marks=pytest.mark.extended),

@@ -47,7 +47,7 @@ def test_a_connection_that_closes_tells_its_name(server: KeepaliveServer) -> Non
 
 
 @pytest.mark.parametrize("goodbye", [False, True])
-def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, server: KeepaliveServer) -> None:
+def test_a_chief_that_ends_without_a_goodbye_is_detected(goodbye: bool, server: KeepaliveServer) -> None:
     line = KeepaliveConnection("127.0.0.1", server.port, 1.0)
     wait_until(lambda: server.lost() == {} and len(server._names) == 1)
     assert line.lost() == ""

@@ -7,10 +7,10 @@ workers. Without ``min_towers``, the chief takes all workers, and the handshake 
 
 The chief detects a killed agent at once, and an unreachable host when it has not answered for as long as a collective
 may take. It then starts the next attempt. The others detect the same of the chief, and wait for the next attempt
-(:mod:`towers.launching.keepalive`). A scheduler may have
-started a new agent in place of one whose end the chief has not detected. The new agent finds that its worker already
-takes part in an attempt. It requests the next one, which ends the present attempt on all workers. If the chief's agent
-was killed, a new store listens at its address, and the others find its first attempt there.
+(:mod:`towers.launching.keepalive`). A scheduler may have started a new agent in place of one whose end the chief has
+not detected. The new agent finds that its worker already takes part in an attempt. It requests the next one, which ends
+the present attempt on all workers. If the chief's agent was killed, a new store listens at its address, and the others
+find its first attempt there.
 
 [Note: jobs that are ending] A scheduler that restarts all workers starts some of them while the chief of the earlier
 job still serves its store. An agent that has taken part in no attempt, and has not seen the job before its end, waits
