@@ -8,6 +8,11 @@ The gradient with respect to a tower's input is that of the sum of all towers' l
 depends on every tower's input. On N towers, a tower's loss is N times its part of the global loss (rule R3,
 docs/concepts/towers.md). The gradient is therefore N times that of the global loss, as in every other layer. The
 gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them correct.
+
+[Note: torch's kernels] On CUDA, five kernels that torch has for its SyncBatchNorm do most of the arithmetic, the
+combination included, in the same way but in float32. They take 15 kernels for a layer and a step, of which the check of
+the labels needs 3. The general code took 57 (``scripts/bench counts``). They divide by a count of 0, for which
+SyncBatchNorm leaves empty shares out and so lets the host wait. A :class:`LabelledGather` has tiny counts instead.
 """
 
 from __future__ import annotations
@@ -52,11 +57,12 @@ def normalise(
         ValueError: on all towers, if they have one value per channel together (on GPUs in a later call).
         DisagreementError: on all towers, if they are at different layers (on GPUs in a later call).
     """
+    function = _FusedNormalise if _has_kernels(x, running, momentum) else _Normalise
     if counts:
-        result: Tensor = _Normalise.apply(x, weight, bias, gather, name, running, momentum, eps, None)
+        result: Tensor = function.apply(x, weight, bias, gather, name, running, momentum, eps, None)
         return result
     statistics: list[Tensor] = []
-    nothing = _Normalise.apply(x[:0], weight, bias, gather, name, running, momentum, eps, statistics)
+    nothing = function.apply(x[:0], weight, bias, gather, name, running, momentum, eps, statistics)
     mean, variance = statistics
     scale, shift = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.cat([nothing, F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)])
@@ -119,6 +125,96 @@ class _Normalise(torch.autograd.Function):
             dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
         ]
         return *wanted, None, None, None, None, None, None
+
+
+class _FusedNormalise(torch.autograd.Function):
+    """The same on CUDA (see [Note: torch's kernels])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        gather: LabelledGather,
+        name: str,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float,
+        eps: float,
+        statistics: list[Tensor] | None,
+    ) -> Tensor:
+        """As :meth:`_Normalise.forward`."""
+        channels, precise = x.shape[1], _precise(x)
+        x = _dense(x)
+        if x.numel():
+            own = torch.cat(torch.batch_norm_stats(x, eps))
+        else:
+            own = torch.cat([x.new_zeros(channels, dtype=precise), x.new_ones(channels, dtype=precise)])
+        counts, rows = gather(
+            f"goes forward through {name}",
+            own,
+            x.numel() // channels if channels else 0,
+            lambda total: _refuse_a_single_value(total, name),
+        )
+        before = []
+        if running is not None and not x.numel():  # perhaps there are no values at all, and nothing to follow
+            before = [tensor.clone() for tensor in running]
+        running_mean, running_variance = running or (None, None)
+        mean, deviation = torch.batch_norm_gather_stats_with_counts(
+            rows, rows[:, :channels], rows[:, channels:], running_mean, running_variance, momentum, eps, counts
+        )
+        for tensor, old in zip(running or (), before, strict=False):
+            tensor.copy_(torch.where(counts.sum() < 0.5, old, tensor))
+        if statistics is not None:
+            statistics += [mean, deviation.pow(-2) - eps]
+        ctx.save_for_backward(x, weight, mean, deviation, counts)
+        ctx.gather, ctx.layer, ctx.eps = gather, name, eps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        scale, shift = (None if t is None else t.to(precise) for t in (weight, bias))
+        return torch.batch_norm_elemt(x, scale, shift, mean, deviation, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, deviation, counts = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, dweight, dbias = _differentiable_gradients(ctx, dy, x, weight, counts.sum())
+        else:
+            dx = None
+            scale = None if weight is None else weight.to(mean.dtype)
+            sums = products = dweight = dbias = torch.zeros_like(mean)
+            if x.numel():
+                dy, given = _dense(dy), weight is not None
+                sums, products, dweight, dbias = torch.batch_norm_backward_reduce(
+                    dy, x, mean, deviation, scale, True, given, given
+                )
+                dbias = dbias if given else sums
+            if ctx.needs_input_grad[0]:
+                rows = ctx.gather(f"goes backward through {ctx.layer}", torch.cat([sums, products]))[1]
+                sums, products = rows.sum(0).chunk(2)
+                dx = torch.empty_like(x)
+                if x.numel():
+                    dx = torch.batch_norm_backward_elemt(
+                        dy, x, mean, deviation, scale, sums, products, counts.to(torch.int32)
+                    )
+        wanted = [
+            dx,
+            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+        ]
+        return *wanted, None, None, None, None, None, None
+
+
+def _has_kernels(x: Tensor, running: tuple[Tensor, Tensor] | None, momentum: float | Tensor) -> bool:
+    """Returns whether torch has kernels for this layer (see [Note: torch's kernels])."""
+    return x.is_cuda and isinstance(momentum, float) and (running is None or running[0].dtype == _precise(x))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Returns ``x`` in one of the memory formats for which torch's kernels are quick."""
+    last: torch.memory_format = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    return x if x.dim() in (4, 5) and x.is_contiguous(memory_format=last) else x.contiguous()
 
 
 def _precise(x: Tensor) -> torch.dtype:

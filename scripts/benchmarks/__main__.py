@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = (
-    *("allreduce", "checkpoint", "device", "fit", "hosts", "local", "memory", "table"),
+    *("allreduce", "checkpoint", "counts", "device", "fit", "hosts", "local", "memory", "table"),
     *("mirror", "monitor", "parts", "scaling", "servers", "start", "step", "virtual"),
 )
 

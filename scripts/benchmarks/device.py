@@ -1,9 +1,8 @@
 """One accelerator (or CPU): what a step costs beside a bare loop, ordinary, compiled, in bf16, as a CUDA graph.
 
 Prints one Markdown table for docs/project/benchmarks.md, with the name of the hardware. "One tower ÷ bare loop"
-compares alternating steps of the same kind. "Two towers that share it ÷ one" is the price of trying a script for
-several towers on one device.
-Host synchronisations are counted by the profiler in ten steps of one tower, less those of ten steps of the bare loop.
+compares alternating steps of the same kind: the median of the ratios, their quartiles, and the median step of one
+tower. "Two towers that share it ÷ one" (``--share``) is the price of trying a script for several towers on one device.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from torch import nn
 
 import mirrored
 from towers.system import accelerator, devices
-
-COUNTED = 10
 
 
 def _autocast(model: nn.Module, x: torch.Tensor) -> Forward:
@@ -57,19 +54,6 @@ def _one_tower(case: str, way: str, turns: int, seconds: float) -> Times:
     return steps.alternate(_variants(case, way), turns, seconds)
 
 
-def _synchronisations(case: str) -> dict[str, int]:
-    """How often the host waits for the device in some steps, by variant."""
-    counts = {}
-    for name, step in _variants(case, "ordinary").items():
-        for _ in range(3):
-            step()
-        with torch.profiler.profile() as profile:
-            for _ in range(COUNTED):
-                step()
-        counts[name] = sum(event.count for event in profile.key_averages() if "Synchronize" in event.key)
-    return counts
-
-
 def _step_seconds(case: str, turns: int, seconds: float) -> list[float]:
     return steps.alternate({"ours": Work(case, mirrored.MirroredStrategy()).ours()}, turns, seconds)["ours"]
 
@@ -80,13 +64,14 @@ def main(arguments: Sequence[str]) -> None:
     default = f"{devices.accelerator_kind()}:0"
     parser.add_argument("--device", default=default, help="default: the first accelerator, else the CPU")
     parser.add_argument("--ways", type=command.names, default=",".join(WAYS), help=f"comma-separated: {','.join(WAYS)}")
+    parser.add_argument("--share", action="store_true", help="also measure two towers that share the device")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     name = accelerator.name(device) if device.type != "cpu" else "CPU"
     ways = [way for way in options.ways if way != "graphed" or device.type == "cuda"]
     print(f"{name}, torch {torch.version.__version__}; medians of {options.turns} alternations\n")
-    print("| one tower ÷ bare loop | " + " | ".join(ways) + " | synchronisations in ten steps |")
-    print("|---|" + "---|" * (len(ways) + 1))
+    print("| one tower ÷ bare loop | " + " | ".join(ways) + " |")
+    print("|---|" + "---|" * len(ways))
     for case in options.cases:
         cells = []
         for way in ways:
@@ -97,9 +82,11 @@ def main(arguments: Sequence[str]) -> None:
                 cells.append(str(error).strip().splitlines()[-1])
                 continue
             ratio = steps.ratio_of(times["ours"], times["bare"])
-            cells.append(f"{ratio.value:.3f} ({statistics.median(times['ours']) * 1e3:.2f} ms)")
-        counts = mirrored.launch(_synchronisations, (case,), devices=[options.device])[0]
-        print(f"| {case} | " + " | ".join(cells) + f" | {counts['ours'] - counts['bare']} |", flush=True)
+            milliseconds = statistics.median(times["ours"]) * 1e3
+            cells.append(f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}; {milliseconds:.2f} ms)")
+        print(f"| {case} | " + " | ".join(cells) + " |", flush=True)
+    if not options.share:
+        return
     pair = [options.device] * 2 if device.type != "cpu" else command.cpus(2)
     print("\n| two towers that share it ÷ one | |\n|---|---|")
     for case in options.cases:

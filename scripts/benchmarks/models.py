@@ -71,8 +71,9 @@ def mlp(widths: Sequence[int] = (784, 2048, 2048, 2048, 10)) -> nn.Module:
 CASES = {"mlp-64": 64, "resnet-8": 8, "resnet-64": 64, "transformer-2": 2, "transformer-16": 16}
 """Name of a case and its global batch size."""
 
-ONLY_NAMED = {"deep-64": 64, "even-64": 64}
-"""Cases that are measured where they are named: 40 million parameters, and 8 million in equal layers."""
+ONLY_NAMED = {"deep-64": 64, "even-64": 64, "many-8": 8, "resnet-2048": 2048, "transformer-512": 512}
+"""Cases that are measured where they are named: 40 million parameters, 8 million in equal layers, 400 small tensors,
+and batches that keep a GPU busy."""
 
 CASES |= ONLY_NAMED
 
@@ -83,13 +84,15 @@ def make(case: str) -> nn.Module:
         return mlp((784, *[2048] * 10, 10))
     if case.startswith("even"):
         return mlp((784, *[1024] * 8, 10))
+    if case.startswith("many"):
+        return mlp((784, *[64] * 199, 10))
     return {"mlp": mlp, "resnet": ResNet18, "transformer": Transformer}[case.split("-")[0]]()
 
 
 def batch(case: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Random inputs and targets for ``size`` examples of a case."""
     g = torch.Generator().manual_seed(seed)
-    if case.startswith(("mlp", "deep", "even")):
+    if case.startswith(("mlp", "deep", "even", "many")):
         return torch.randn(size, 784, generator=g), torch.randint(0, 10, (size,), generator=g)
     if case.startswith("resnet"):
         return torch.randn(size, 3, 32, 32, generator=g), torch.randint(0, 10, (size,), generator=g)

@@ -78,7 +78,7 @@ def _two_towers(
 
         chosen["ddp-shm"] = work.ddp(process_group=dist.new_group(backend=towers.backend.NAME))
     if "zero" in variants:
-        chosen["zero"] = work.ddp(lambda parameters: _zero(work.make_optimizer, parameters))
+        chosen["zero"] = work.ddp(lambda parameters: zero(work.make_optimizer, parameters))
     index, count = work.strategy.topology.index, work.strategy.num_replicas_in_sync
     if "tensorflow" in variants:
         chosen["tensorflow"] = lambda: None  # the other towers wait
@@ -91,7 +91,8 @@ def _two_towers(
     return steps.alternate(chosen, turns, seconds)
 
 
-def _zero(make: plain.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
+def zero(make: plain.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
+    """The optimizer that ``make`` makes, with its state in parts."""
     every = list(parameters)
     like = make([torch.zeros(1, requires_grad=True)])
     settings = {name: value for name, value in like.defaults.items() if name != "decoupled_weight_decay"}

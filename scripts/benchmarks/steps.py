@@ -53,9 +53,9 @@ class Work:
         """A model without mirrored."""
         return models.make(self.case).to(self.strategy.device)
 
-    def scoped(self, strategy: mirrored.Strategy) -> tuple[nn.Module, Optimizer]:
+    def scoped(self, strategy: mirrored.Strategy, **scope: Any) -> tuple[nn.Module, Optimizer]:
         """A model of a strategy, and its optimizer."""
-        with strategy.scope():
+        with strategy.scope(**scope):
             model = models.make(self.case)
             return model, self.make_optimizer(model.parameters())
 
@@ -63,15 +63,17 @@ class Work:
         self,
         strategy: mirrored.Strategy | None = None,
         forward_of: Callable[[nn.Module], Forward] = lambda model: model,
+        **scope: Any,
     ) -> Step:
         """A step as the README shows it.
 
         Args:
             strategy: another one.
             forward_of: how a model is called.
+            scope: options of its scope.
         """
         strategy = strategy or self.strategy
-        model, optimizer = self.scoped(strategy)
+        model, optimizer = self.scoped(strategy, **scope)
         forward, batch = forward_of(model), self.batch
 
         def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -112,10 +114,10 @@ def alternate(
         for name, step in order:
             if before_turn is not None:
                 before_turn()
-            _finish()
+            finish()
             started = time.perf_counter()
             _take(step, blocks[name])
-            _finish()
+            finish()
             times[name].append((time.perf_counter() - started) / blocks[name])
     return times
 
@@ -125,7 +127,7 @@ def _steps_in(seconds: float, step: Step) -> int:
     _take(step, 3 if seconds else 1)
     count = 1
     while seconds:
-        _finish()
+        finish()
         started = time.perf_counter()
         _take(step, count)
         took = torch.tensor(time.perf_counter() - started)
@@ -145,7 +147,7 @@ def _take(step: Step, count: int) -> None:
             step()
 
 
-def _finish() -> None:
+def finish() -> None:
     """Let everything end that was started: a GPU's work, and the other towers' steps."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -56,6 +56,7 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
     assert first["towers"] == 2
     assert first["trained"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["compiled"] == pytest.approx(single, rel=1e-4, abs=1e-5)
+    assert first["sharded"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["autocast"] == pytest.approx(single, rel=5e-2, abs=5e-2)
 
 
@@ -120,14 +121,65 @@ def test_batch_norm_over_both() -> None:
     assert results[0] == results[1]
 
 
+DIGITS = str(ROOT / "examples" / "digits.py")
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")
-def test_digits_on_the_gpu(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "towers", "least"),
+    [
+        ([DIGITS, "--devices", "cuda:0"], "1 tower", 97),
+        (["-m", "torch.distributed.run", "--nproc-per-node", "1", DIGITS], "1 tower", 97),
+        (["-m", "mirrored", "run", "--devices", "cuda:0,cuda:0", DIGITS, "--epochs", "2"], "2 towers", 60),
+    ],
+    ids=["python", "torchrun", "mirrored run"],
+)
+def test_digits_on_the_gpu(words: list[str], towers: str, least: float, tmp_path: pathlib.Path) -> None:
     for package in ("tqdm", "matplotlib", "safetensors"):
         pytest.importorskip(package)
-    words = [str(ROOT / "examples" / "digits.py"), "--devices", "cuda:0", "--output", str(tmp_path)]
-    result = run_program(words, timeout=HANG, env={"PYTHONPATH": str(ROOT)})
+    result = run_program([*words, "--output", str(tmp_path)], timeout=HANG, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     match = re.search(r"test accuracy ([0-9.]+)%", result.stdout)
     assert match
-    assert float(match[1]) >= 97
-    assert "1 tower on NVIDIA" in result.stderr
+    assert float(match[1]) >= least
+    assert f"{towers} on NVIDIA" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "said"),
+    [
+        ("loss = mirrored.compute_average_loss(losses)", 0, "The same:"),
+        ("loss = losses.mean()", 1, "compute_average_loss"),
+    ],
+    ids=["right", "wrong"],
+)
+def test_verify_on_the_gpu(lines: str, code: int, said: str, tmp_path: pathlib.Path) -> None:
+    """Two towers that share a GPU against one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("LOSS", lines))
+    words = ["-m", "mirrored", "verify", "--devices", "cuda:0,cuda:0", str(script)]
+    result = run_program(words, timeout=HANG, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == code, result.stdout + result.stderr
+    assert said in result.stdout
+
+
+SCRIPT = """
+import torch, mirrored
+strategy = mirrored.MirroredStrategy(seed=0)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(30, 4, generator=generator), torch.randint(0, 3, (30,), generator=generator)
+
+def step(x, y):
+    optimizer.zero_grad()
+    losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+    LOSS
+    loss.backward()
+    optimizer.step()
+    return loss
+
+for batch in strategy.distribute_dataset(torch.utils.data.TensorDataset(x, y), 7):
+    print(strategy.reduce("sum", strategy.run(step, args=batch)))
+"""

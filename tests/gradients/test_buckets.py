@@ -186,11 +186,11 @@ def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pyte
 
         monkeypatch.setattr(owner, name, noting)
     averager = GradientAverager(Alone(torch.device("cpu")))
-    model = nn.Linear(300, 200)
+    model = nn.Linear(1200, 1000)  # more than 4 MiB
     averager.add([Named(name, p, "parameter", True) for name, p in model.named_parameters()])
     for bucket in averager.layout.buckets:
         bucket.streams = StreamOrder(torch.device("cuda", 0))
-    model(torch.ones(1, 300)).sum().backward()
+    model(torch.ones(1, 1200)).sum().backward()
     assert sorted(did[:3]) == ["advance", "advance", "copy_in"]
     assert did[did.index("copy_in") - 1] == "advance"
     assert did[3:] == ["advance", "pack"]

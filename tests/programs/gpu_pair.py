@@ -43,6 +43,7 @@ def train(strategy: mirrored.Strategy, compiled: bool = False, autocast: bool = 
 
 found["trained"] = train(strategy)
 found["compiled"] = train(strategy, compiled=True)
+found["sharded"] = train(mirrored.MirroredStrategy(seed=0, shard_optimizer=True))
 found["autocast"] = train(strategy, autocast=True)
 if "ALONE" in os.environ:
     found["single"] = train(mirrored.OneDeviceStrategy("cuda:0", seed=0))

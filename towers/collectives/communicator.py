@@ -130,12 +130,28 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Waits until the result is available (on a GPU: to later work of the current stream)."""
 
+    def is_done(self) -> bool:
+        """Returns whether the host would not wait in :meth:`wait`."""
+
 
 class Deferred:
     """A collective that runs when it is awaited, by calling ``finish``."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.wait = finish
+
+    def is_done(self) -> bool:
+        return False
+
+
+class Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
 
 
 class PeerGroup(Caller, ABC):
@@ -222,8 +238,7 @@ class Communicator(PeerGroup):
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
         """Starts an :meth:`all_gather`. The rows are filled once it has been awaited."""
-        rows = self.all_gather(tensor)
-        return Deferred(lambda: None), rows
+        return Done(), self.all_gather(tensor)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Sends row i to tower i, and returns the rows received, in tower order: shape ``(size, *row)``."""
@@ -302,7 +317,7 @@ class Alone(Communicator):
         pass
 
     def submit_average(self, tensor: Tensor) -> Pending:
-        return Deferred(lambda: None)
+        return Done()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)

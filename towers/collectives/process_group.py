@@ -93,7 +93,9 @@ class ProcessGroupCommunicator(Communicator):
     def submit_average(self, tensor: Tensor) -> Pending:
         narrow = self._wire_dtype == "bfloat16" and tensor.dtype == torch.float32
         sent = tensor.bfloat16() if narrow else tensor
-        work = dist.all_reduce(sent, self._average, self._begin(), async_op=True)
+        group = self._begin()
+        with self.explained():
+            work = dist.all_reduce(sent, self._average, group, async_op=True)
         return _Started(self, work, self.count, tensor, sent)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -103,7 +105,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
         rows, gather = self._gather(tensor)
-        work = gather(group=self._begin(), async_op=True)
+        group = self._begin()
+        with self.explained():
+            work = gather(group=group, async_op=True)
         return _Started(self, work, self.count, tensor, tensor), rows
 
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
@@ -135,7 +139,9 @@ class ProcessGroupCommunicator(Communicator):
             with self.explained():
                 collective(group=group)
         else:
-            self.wait_for(collective(group=group, async_op=True), self.count)
+            with self.explained():
+                work = collective(group=group, async_op=True)
+            self.wait_for(work, self.count)
 
     def wait_for(self, work: Any, number: int) -> None:
         """Waits until a collective on the CPU is done.
@@ -234,6 +240,9 @@ class _Started:
             self._communicator.wait_for(self._work, self._number)
         if self._sent is not self._tensor:
             self._tensor.copy_(self._sent)
+
+    def is_done(self) -> bool:
+        return self._sent.device.type != "cpu" or self._work.is_completed()
 
 
 open_communicators: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()

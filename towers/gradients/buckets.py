@@ -24,7 +24,9 @@ the cache saves much. A large gradient is copied into its bucket as soon as auto
 holds it. The copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the
 last. (Through Gloo, the copy is multiplied by 1/N, so it becomes the gradient when the bucket is packed.) Small
 gradients are copied together, in one call, when the bucket is packed. This happens when it is full; in a first
-backward, and for the last bucket of every backward, when backward is done.
+backward, and for the last bucket of every backward, when backward is done. On an accelerator, a kernel for each
+gradient costs more than the cache saves. There, gradients are copied in one call when there are 4 MiB of them: a limit
+for the memory that they take beside the bucket.
 
 [Note: slots without a new gradient] A slot without a new gradient contributes the gradient that the parameter
 still has, not zero. That gradient is equal on all towers, so its mean is itself, up to rounding unless N is a power of
@@ -54,6 +56,7 @@ from towers.system.torch_private import foreach_copy_, storage_holders
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from this size on, copying a gradient at once saves more than one call for many gradients
+_WAITING_BYTES = 2**22  # on an accelerator
 
 
 class DenseSlot(Slot):
@@ -62,17 +65,16 @@ class DenseSlot(Slot):
     Attributes:
         bucket, start: its position, in elements of the bucket's dtype.
         view: the part of the buffer for its gradient, in the parameter's shape and strides.
-        large: whether its gradient is copied into the buffer at once (see [Note: copied at once]).
-        copied: the gradient that was copied at once, and its version then, by which a later change is detected.
+        copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
+            is detected.
     """
 
-    __slots__ = ("bucket", "copied", "large", "start", "view")
+    __slots__ = ("bucket", "copied", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
         self.bucket = bucket
         self.start = start
-        self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
 
@@ -123,6 +125,8 @@ class Bucket:
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._holders_checked = False
+        self._waiting: list[DenseSlot] = []
+        self._waiting_bytes = 0
         self._packed: list[Tensor | None] = []
         self._holders = 0
         self._address = -1
@@ -144,18 +148,37 @@ class Bucket:
         """Counts, before a backward, how many gradients may arrive."""
         self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
 
-    def copy_in(
-        self, slot: DenseSlot, parameter: Tensor, gradient: Tensor, channel: Communicator, scale: float
-    ) -> None:
-        """Copies a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
+    def take(self, slot: DenseSlot, nbytes: int) -> bool:
+        """Takes a gradient that autograd has just finished, and returns whether :meth:`copy_in` is to be called."""
+        if self.streams is None:
+            if nbytes >= _LARGE_BYTES:
+                self._waiting = [slot]
+            return nbytes >= _LARGE_BYTES
+        self._waiting.append(slot)
+        self._waiting_bytes += nbytes
+        return self._waiting_bytes >= _WAITING_BYTES
+
+    def copy_in(self, channel: Communicator, scale: float) -> None:
+        """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""
         self._check_holders(channel)
-        if slot.is_installed(gradient):
+        sources: list[Tensor] = []
+        slots: list[DenseSlot] = []
+        for slot in self._waiting:
+            gradient = slot.gradient
+            if gradient is not None and not slot.is_installed(gradient):
+                sources.append(gradient)
+                slots.append(slot)
+        self._waiting, self._waiting_bytes = [], 0
+        if not sources:
             return
-        _copy([slot.view], [gradient], scale)
-        if scale == 1.0:
-            slot.install(parameter)
-        else:  # installed when packed: a second gradient of this backward would be added to the scaled first
-            slot.copied = gradient, gradient._version
+        if self.streams is not None:
+            self.streams.keep(sources)
+        _copy([slot.view for slot in slots], sources, scale)
+        for slot, gradient in zip(slots, sources, strict=True):
+            if scale != 1.0:  # installed when packed: a second gradient of this backward would be added to the scaled
+                slot.copied = gradient, gradient._version
+            elif (parameter := slot.parameter()) is not None:
+                slot.install(parameter)
 
     def pack(
         self, channel: Communicator, scale: float, summary: Summary | None = None, *, flags_in_tail: bool = True
@@ -251,6 +274,7 @@ class Bucket:
             MirrorError: a parameter is frozen on this tower, but not on another one.
         """
         self.is_packed = self._holders_checked = False
+        self._waiting, self._waiting_bytes = [], 0
         self._packed = []
         if self.streams is not None:
             self.streams.reset()
@@ -282,11 +306,13 @@ class Bucket:
 
 
 def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
-    """Copies gradients, times ``scale``, into places in buffers. If they are not multiplied, it takes one call."""
+    """Copies gradients, times ``scale``, into places in buffers."""
     sources = [to_dense(gradient) if gradient.is_sparse else gradient for gradient in gradients]
-    if scale == 1.0:
+    if scale == 1.0 or targets[0].device.type != "cpu":
         foreach_copy_(targets, sources)
-    else:
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
+    else:  # in one pass over the memory
         for target, source in zip(targets, sources, strict=True):
             torch.mul(source, scale, out=target)
 

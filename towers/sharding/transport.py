@@ -26,7 +26,10 @@ from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
 from towers.system.memory_layout import ALONE, view_like
-from towers.system.torch_private import storage_holders
+from towers.system.torch_private import foreach_copy_, storage_holders
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By the size in bytes of the smallest elements to send: the dtype in which all of them are copied."""
 
 
 class ShardTransport:
@@ -124,19 +127,26 @@ class ShardTransport:
         Args:
             shards: every tower's, without whole ones.
         """
-        sizes = [[shard.nbytes for shard in row] for row in shards]
+        every = [shard for row in shards for shard in row]
+        unit = _UNITS[min((shard.slot.dtype.itemsize for shard in every), default=1)]
+        sizes = [[shard.nbytes // unit.itemsize for shard in row] for row in shards]
         longest = max(map(sum, sizes))
         channel, index = self.channel, self.channel.index
 
+        def places(towers: Iterable[int]) -> list[Tensor]:
+            return [as_bytes(shard.of(shard.parameter)).view(unit) for tower in towers for shard in shards[tower]]
+
+        def pieces(row: Tensor, tower: int) -> list[Tensor]:
+            return list(row[: sum(sizes[tower])].split(sizes[tower]))
+
         def spread() -> None:
-            packed = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
-            for piece, shard in zip(packed[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
-                piece.copy_(as_bytes(shard.of(shard.parameter)))
-            for tower, row in enumerate(channel.all_gather(packed)):
-                pieces = row[: sum(sizes[tower])].split(sizes[tower])
-                for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
-                    here = shard.of(shard.parameter)
-                    here.copy_(piece.clone().view(here.dtype).view(here.shape))
+            packed = torch.empty(longest, dtype=unit, device=channel.device)
+            if shards[index]:
+                foreach_copy_(pieces(packed, index), places([index]))
+            rows = channel.all_gather(packed.view(torch.uint8)).view(unit)
+            others = [tower for tower in range(channel.size) if tower != index]
+            if here := places(others):
+                foreach_copy_(here, [piece for tower in others for piece in pieces(rows[tower], tower)])
 
         return spread if longest else lambda: None
 

@@ -22,7 +22,9 @@ class HostCopy:
 
     def has_come(self) -> bool:
         """Returns whether :meth:`get` would return without waiting."""
-        return self._arrived is None or self._arrived.query()
+        if self._arrived is not None and self._arrived.query():
+            self._arrived = None
+        return self._arrived is None
 
     def get(self) -> Tensor:
         """Returns the copy, and waits for it if it has not arrived yet."""

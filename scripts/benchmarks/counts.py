@@ -1,0 +1,257 @@
+"""What one training step makes a device do, counted by torch's profiler: kernels, copies, collectives, host waits.
+
+Two ranks share one GPU, which NCCL takes for two hosts; so counts are right, and times mean nothing. Under torchrun,
+each rank has a GPU of its own. ``mirrored`` is compared with DDP, with FSDP2 (``fully_shard``, whose parameters stay
+gathered), with DDP and ``ZeroRedundancyOptimizer``, and with a bare loop. Counts are those of one step on rank 0:
+
+- kernels: without those of NCCL; copies and fills (memcpy, memset) have their own columns
+- events, stream_waits: recorded, and awaited by a stream
+- collectives between devices, host_collectives (Gloo), and sent_mb, the megabytes that devices' collectives were given
+- waits: calls of CUDA in which the host waits for the device
+- early: share of those megabytes that were started before the host had queued the last gradient's computation
+- memory_mb: the peak in a step, of parameters, gradients, the optimizer's state and all else
+
+
+Below, "host" is the time from the start of a step until the host has queued it, in turns, beside the bare loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import command
+import models
+import plain
+import step as step_benchmark
+import steps
+import torch
+from plain import Step
+from steps import Work
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mirrored
+
+WARM_UP = 6
+IN_TURNS = ("bare", "ours", "DDP")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Of one step."""
+
+    kernels: int
+    copies: int
+    fills: int
+    events: int
+    stream_waits: int
+    collectives: int
+    host_collectives: int
+    sent_mb: float
+    waits: int
+    early: float | None
+    memory_mb: float = 0.0
+
+
+def _sharded(work: Work) -> Step:
+    return work.ours(steps.strategy("auto", shard_optimizer=True))
+
+
+def _fsdp(work: Work) -> Step:
+    from torch.distributed.fsdp import fully_shard
+
+    model = work.model()
+    blocks = [m for m in model.modules() if isinstance(m, (nn.TransformerEncoderLayer, models.ResidualBlock))]
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
+
+
+def _zero(work: Work) -> Step:
+    return work.ddp(lambda parameters: step_benchmark.zero(work.make_optimizer, parameters))
+
+
+def _synchronised_ddp(work: Work) -> Step:
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(work.model()), gradient_as_bucket_view=True)
+    return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
+
+
+def _compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def _compiled_ddp(work: Work) -> Step:
+    model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
+    return plain.step(_compiled(model), model.parameters(), work.x, work.y, work.make_optimizer)
+
+
+VARIANTS: dict[str, Callable[[Work], Step]] = {
+    "bare": lambda work: work.bare(),
+    "ours": lambda work: work.ours(),
+    "DDP": lambda work: work.ddp(),
+    "sharded": _sharded,
+    "FSDP2": _fsdp,
+    "ZeRO": _zero,
+    "ours-sync-bn": lambda work: work.ours(sync_batch_norm=True),
+    "DDP-sync-bn": _synchronised_ddp,
+    "bare-compiled": lambda work: work.bare(_compiled),
+    "ours-compiled": lambda work: work.ours(forward_of=_compiled),
+    "DDP-compiled": _compiled_ddp,
+}
+
+
+def _applies(variant: str, case: str) -> bool:
+    return case.startswith("resnet") if variant.endswith("bn") else True
+
+
+def _record(step: Step) -> list[dict[str, Any]]:
+    """What the profiler records of one step, in Chrome's format."""
+    with torch.profiler.profile() as profile:
+        step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def count(events: Sequence[dict[str, Any]]) -> Counts:
+    """The counts of a record."""
+
+    def of(*kinds: str) -> list[dict[str, Any]]:
+        return [event for event in events if event.get("cat") in kinds]
+
+    calls = [event["name"] for event in of("cuda_runtime", "cuda_driver")]
+    operations = of("cpu_op")
+    nodes = [event for event in operations if event["name"].startswith("autograd::engine")]
+    end = max((e["ts"] + e["dur"] for e in nodes if "AccumulateGrad" not in e["name"]), default=0.0)
+    megabytes = {"all": 0.0, "early": 0.0}
+    for event in operations:
+        args = event.get("args", {})
+        if event["name"] == "record_param_comms" and args.get("Collective name") not in (None, "", "wait", "barrier"):
+            elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
+            size = elements * _SIZES.get(str(args.get("dtype")), 4) / 1e6
+            megabytes["all"] += size
+            megabytes["early"] += size if event["ts"] < end else 0
+    host = [e["name"] for e in of("user_annotation") if e["name"].startswith("gloo:") and e["name"] != "gloo:barrier"]
+    c10d = [e["name"] for e in operations if e["name"].startswith("c10d::") and e["name"] != "c10d::barrier"]
+    return Counts(
+        kernels=sum("nccl" not in event["name"] for event in of("kernel")),
+        copies=len(of("gpu_memcpy")),
+        fills=len(of("gpu_memset")),
+        events=sum("EventRecord" in name for name in calls),
+        stream_waits=sum("StreamWaitEvent" in name for name in calls),
+        collectives=len(c10d) - len(host),
+        host_collectives=len(host),
+        sent_mb=round(megabytes["all"], 3),
+        waits=sum("Synchronize" in name for name in calls),
+        early=round(megabytes["early"] / megabytes["all"], 3) if megabytes["all"] else None,
+    )
+
+
+_SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
+
+
+def _measure(case: str, variant: str) -> tuple[Counts, list[dict[str, Any]]]:
+    """What is counted of a variant, and what the profiler recorded."""
+    gc.collect()
+    cuda = torch.cuda.is_available()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    step = VARIANTS[variant](Work(case, steps.strategy("auto")))
+    for _ in range(WARM_UP):
+        step()
+    steps.finish()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    steps.finish()
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    events = _record(step)
+    return dataclasses.replace(count(events), memory_mb=round(peak / 1e6, 1)), events
+
+
+def _host_times(case: str, turns: int) -> dict[str, float]:
+    """Median milliseconds until the host has queued a step."""
+    variants = {name: VARIANTS[name](Work(case, steps.strategy("auto"))) for name in IN_TURNS}
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for step in variants.values():
+        for _ in range(WARM_UP):
+            step()
+    for _ in range(turns):
+        for name, step in variants.items():
+            steps.finish()
+            started = time.perf_counter()
+            step()
+            taken[name].append((time.perf_counter() - started) * 1e3)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def _table(case: str, counts: dict[str, Any], gradients_mb: float) -> None:
+    names = [field.name for field in dataclasses.fields(Counts)]
+    print(f"\n| {case}; gradients {gradients_mb:.1f} MB | " + " | ".join(names) + " |")
+    print("|---|" + "---|" * len(names))
+    for variant, found in counts.items():
+        cells = [found] if isinstance(found, str) else [str(getattr(found, name)) for name in names]
+        print(f"| {variant} | " + " | ".join(cells) + " |", flush=True)
+
+
+def _inside(options: Any) -> None:
+    """On every rank."""
+    strategy = mirrored.MirroredStrategy()
+    _record(lambda: None)  # the first use of the profiler takes seconds
+    waits = count(_record(lambda: None)).waits
+    if strategy.is_chief:
+        backend, ranks = strategy.communicator.backend, strategy.num_replicas_in_sync
+        print(f"torch {torch.version.__version__}; {ranks} ranks, {backend}")
+    for case in options.cases:
+        counts: dict[str, Any] = {}
+        gradients = sum(p.numel() for p in models.make(case).parameters()) * 4 / 1e6
+        for variant in options.variants:
+            if not _applies(variant, case):
+                continue
+            try:
+                found, events = _measure(case, variant)
+                counts[variant] = dataclasses.replace(found, waits=found.waits - waits)
+            except Exception as error:  # the others are still worth knowing
+                counts[variant] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+                events = []
+            if options.traces and strategy.is_chief:
+                path = pathlib.Path(options.traces, f"{case}-{variant}.json")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(events))
+        times = _host_times(case, options.turns) if options.turns else {}
+        if strategy.is_chief:
+            _table(case, counts, gradients)
+            print("host: " + ", ".join(f"{name} {value:.3f} ms" for name, value in times.items()), flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    chosen = "mlp-64,resnet-64,transformer-16"
+    parser = command.parser("counts", __doc__, turns=30, towers=None, cases=models.CASES, chosen=chosen)
+    parser.add_argument("--variants", type=command.names, default=list(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--traces", help="a folder for the profiler's records")
+    options = parser.parse_args(arguments)
+    if "RANK" in os.environ:
+        _inside(options)
+        return
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+    from tests.gpu.pairs import start_pair
+
+    first, second = start_pair([str(pathlib.Path(__file__).parent), "counts", *arguments], 300, 20)
+    print(first.out)
+    if first.code or second.code:
+        print(first.err[-3000:], second.err[-3000:], file=sys.stderr)
+        sys.exit(1)
