@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
@@ -102,6 +104,25 @@ def use_all_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[int
         slots.append([len(bucket.slots) for bucket in averager.layout.buckets])
         strategy.run(lambda: (model[1].mean() * model[2].mean() * model[0].mean()).backward())
     return slots[1:], [float(p.grad.sum()) for p in model]
+
+
+def lay_out_anew(strategy: mirrored.Strategy) -> list[bool]:
+    """Whether the memory of the first buckets is freed by the second backward, without the garbage collector."""
+    model = strategy.mirror(nn.ParameterList([torch.ones(size) for size in (20, 4, 4)]))
+    gc.disable()
+
+    def step() -> None:
+        model.zero_grad()
+        (model[1].mean() * model[2].mean() * model[0].mean()).backward()
+
+    strategy.run(step)
+    memory = [StorageWeakRef(p.grad.untyped_storage()) for p in model]
+    strategy.run(step)
+    return [storage.expired() for storage in memory]
+
+
+def test_the_memory_of_the_first_buckets_is_freed() -> None:
+    assert over_gloo(lay_out_anew) == [[True] * 3] * 2
 
 
 def test_buckets_are_laid_out_anew_before_the_flags_of_a_backward_are_read() -> None:

@@ -364,6 +364,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_rng_state", [](int device, const at::Tensor& state) { Drawing::set(world().generators[device], state); });
   m.def("run_side_streams_at_once", [](bool eager) { world().eager = eager; });
   m.def("make_waiting_an_error", [](bool error) { world().waiting_is_an_error = error; });
+  m.def("memory", [] { return std::make_pair(world().live, world().peak); });
+  m.def("reset_peak_memory", [] { world().peak = world().live; });
   m.def("is_initialized", [] { return !world().blocks.empty(); });
   m.def("generator", [](int device) { return world().generators[device]; });
 }

@@ -51,6 +51,7 @@ struct World {
   std::map<const void*, size_t> pinned;
   at::Generator generators[kDevices] = {at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
   c10::StreamId streams = 0;
+  size_t live = 0, peak = 0;  // bytes of tensors on devices, in whole pages: now, and at most
   bool waiting_is_an_error = false, eager = false;
 };
 
@@ -112,6 +113,7 @@ void poison(const Block& block) {
 void release(void* context) {
   Lock lock(world().mutex);
   auto* block = static_cast<Block*>(context);
+  world().live -= block->bytes;
   for (auto user : block->users) {
     auto number = world().queues[user].queued;
     enqueue(block->stream, [user, number] { run_until(user, number); });
@@ -139,6 +141,8 @@ struct DeviceMemory final : c10::Allocator {
       world().blocks[at] = block;
       poison(*block);
     }
+    world().live += block->bytes;
+    world().peak = std::max(world().peak, world().live);
     return {block->at, block, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

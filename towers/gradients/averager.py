@@ -153,6 +153,7 @@ class GradientAverager(GradientReducer):
         self.keys.recycle()
         for bucket in self.layout.buckets:
             self.keys.release(bucket.key)
+            bucket.drop_memory()
         self.layout = layout = BucketLayout(parameters, self._bucket_bytes)
         for bucket in layout.buckets:
             bucket.key = self.keys.new()

@@ -304,6 +304,14 @@ class Bucket:
         self._holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()
 
+    def drop_memory(self) -> None:
+        """Drops the buffer of a bucket that is not used again. Buckets and slots refer to each other, so it would last
+        until garbage is collected, beside the buffers of the next buckets."""
+        self.buffer = self.tail = _NOTHING
+        self._packed = []
+        for slot in self.slots:
+            slot.view, slot.copied = _NOTHING, None
+
 
 def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
     """Copies gradients, times ``scale``, into places in buffers."""
