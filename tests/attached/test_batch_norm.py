@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support import batch_norm_kernels
 from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, parameters_of, towers
 from tests.support.steps import averaging_step
@@ -72,9 +73,9 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
-def every_kind(strategy: mirrored.Strategy, sizes: list[int]) -> list[Values]:
-    layers = in_scope(strategy, *(make for make, _ in LAYERS))
-    wholes = [random(sum(sizes), *shape) for _, shape in LAYERS]
+def every_kind(strategy: mirrored.Strategy, sizes: list[int], kinds: list[Any] = LAYERS) -> list[Values]:
+    layers = in_scope(strategy, *(make for make, _ in kinds))
+    wholes = [random(sum(sizes), *shape) for _, shape in kinds]
     return [use(strategy, layer, whole, sizes) for layer, whole in zip(layers, wholes, strict=True)]
 
 
@@ -84,6 +85,32 @@ def test_layers_equal_the_single_device(count: int) -> None:
     alone = every_kind(mirrored.OneDeviceStrategy(), [sum(sizes)])
     for results, expected in zip(zip(*towers(every_kind, sizes, count=count), strict=True), alone, strict=True):
         compare(list(results), expected, sizes)
+
+
+def with_bias_only() -> nn.Module:
+    """As Keras' layers may be."""
+    norm = nn.BatchNorm1d(3).double()
+    norm.weight = None
+    return norm
+
+
+PENALTY = (lambda: Around(gradient_penalty)), (3, 4, 5)
+
+
+def with_torchs_kernels(strategy: mirrored.Strategy, sizes: list[int]) -> list[Values]:
+    if strategy.num_replicas_in_sync > 1:
+        batch_norm_kernels.use()
+    return every_kind(strategy, sizes, [*LAYERS, (with_bias_only, (3, 4)), PENALTY])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_layers_equal_the_single_device_with_torchs_kernels(count: int) -> None:
+    """What runs on CUDA."""
+    sizes = SHARES[count]
+    alone = with_torchs_kernels(mirrored.OneDeviceStrategy(), [sum(sizes)])
+    results = towers(with_torchs_kernels, sizes, count=count)
+    for values, expected in zip(zip(*results, strict=True), alone, strict=True):
+        compare(list(values), expected, sizes)
 
 
 class Around(nn.Module):
