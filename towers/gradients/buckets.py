@@ -25,8 +25,8 @@ holds it. The copy at once becomes the parameter's gradient, so that the next gr
 last. (Through Gloo, the copy is multiplied by 1/N, so it becomes the gradient when the bucket is packed.) Small
 gradients are copied together, in one call, when the bucket is packed. This happens when it is full; in a first
 backward, and for the last bucket of every backward, when backward is done. On an accelerator, a kernel for each
-gradient costs more than the cache saves. There, gradients are copied in one call when there are 4 MiB of them: a limit
-for the memory that they take beside the bucket.
+gradient costs more than the cache saves. There, gradients are copied in one call when there are 4 MiB of them, which
+limits the memory that they take in addition to the bucket.
 
 [Note: slots without a new gradient] A slot without a new gradient contributes the gradient that the parameter
 still has, not zero. That gradient is equal on all towers, so its mean is itself, up to rounding unless N is a power of
@@ -51,7 +51,7 @@ from towers.gradients.streams import StreamOrder
 from towers.gradients.usage import Counts, Summary
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.named import Named
-from towers.system.torch_private import foreach_copy_, storage_holders
+from towers.system.torch_private import foreach_copy_, foreach_mul_, storage_holders
 
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
@@ -95,6 +95,23 @@ class DenseSlot(Slot):
         parameter.grad = self.view.detach()
 
 
+class _Waiting:
+    """Gradients of a bucket that are copied into it together.
+
+    Attributes:
+        slots: theirs.
+        nbytes: their size.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[DenseSlot] = []
+        self.nbytes = 0
+
+    def add(self, slot: DenseSlot, nbytes: int) -> None:
+        self.slots.append(slot)
+        self.nbytes += nbytes
+
+
 class Bucket:
     """A flat buffer of gradients of one dtype and device. Complex numbers are sent as pairs of real ones.
 
@@ -125,11 +142,9 @@ class Bucket:
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._holders_checked = False
-        self._waiting: list[DenseSlot] = []
-        self._waiting_bytes = 0
+        self._waiting = _Waiting()
         self._packed: list[Tensor | None] = []
-        self._holders = 0
-        self._address = -1
+        self._own = -1, 0  # the buffer's address, and the number of tensors in it that are this object's
         self._version = 0
 
     def add(self, named: Named) -> None:
@@ -152,23 +167,22 @@ class Bucket:
         """Takes a gradient that autograd has just finished, and returns whether :meth:`copy_in` is to be called."""
         if self.streams is None:
             if nbytes >= _LARGE_BYTES:
-                self._waiting = [slot]
+                self._waiting.add(slot, nbytes)
             return nbytes >= _LARGE_BYTES
-        self._waiting.append(slot)
-        self._waiting_bytes += nbytes
-        return self._waiting_bytes >= _WAITING_BYTES
+        self._waiting.add(slot, nbytes)
+        return self._waiting.nbytes >= _WAITING_BYTES
 
     def copy_in(self, channel: Communicator, scale: float) -> None:
         """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""
         self._check_holders(channel)
         sources: list[Tensor] = []
         slots: list[DenseSlot] = []
-        for slot in self._waiting:
+        for slot in self._waiting.slots:
             gradient = slot.gradient
             if gradient is not None and not slot.is_installed(gradient):
                 sources.append(gradient)
                 slots.append(slot)
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting = _Waiting()
         if not sources:
             return
         if self.streams is not None:
@@ -257,8 +271,9 @@ class Bucket:
             return
         self._holders_checked = True
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
-        moved = self.buffer.data_ptr() != self._address
-        views = storage_holders(self.buffer) - self._holders
+        address, own = self._own
+        moved = self.buffer.data_ptr() != address
+        views = storage_holders(self.buffer) - own
         if moved or (views and views > sum(slot.is_installed(slot.gradient) for slot in self.slots)):
             self._allocate(channel)
 
@@ -274,7 +289,7 @@ class Bucket:
             MirrorError: a parameter is frozen on this tower, but not on another one.
         """
         self.is_packed = self._holders_checked = False
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting = _Waiting()
         self._packed = []
         if self.streams is not None:
             self.streams.reset()
@@ -301,12 +316,13 @@ class Bucket:
         for slot in self.slots:
             parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
-        self._holders = storage_holders(self.buffer)
-        self._address = self.buffer.data_ptr()
+        self._own = self.buffer.data_ptr(), storage_holders(self.buffer)
 
     def drop_memory(self) -> None:
-        """Drops the buffer of a bucket that is not used again. Buckets and slots refer to each other, so it would last
-        until garbage is collected, beside the buffers of the next buckets."""
+        """Drops the buffer of a bucket that is not used again.
+
+        Buckets and slots refer to each other. Without this, the memory would be occupied until garbage is collected.
+        """
         self.buffer = self.tail = _NOTHING
         self._packed = []
         for slot in self.slots:
@@ -319,7 +335,7 @@ def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
     if scale == 1.0 or targets[0].device.type != "cpu":
         foreach_copy_(targets, sources)
         if scale != 1.0:
-            torch._foreach_mul_(targets, scale)
+            foreach_mul_(targets, scale)
     else:  # in one pass over the memory
         for target, source in zip(targets, sources, strict=True):
             torch.mul(source, scale, out=target)

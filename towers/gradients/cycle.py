@@ -159,7 +159,6 @@ class Cycle:
         self._watch = watch
         self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
         self._backward = BackwardCounter(channel.health)
-        self._counts: list[Counts] = []  # they hold tensors of collectives that may not have been awaited
         self._gather: Gather | None = None  # the last backward's, between GPUs
         self._unread: deque[tuple[Counts, Gather]] = deque()  # of the last buckets of backwards, if reading would wait
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
@@ -348,10 +347,10 @@ class Cycle:
         reads: list[Read] = [tail.tolist for tail in tails]
         if self._gather is not None:
             reads = [functools.partial(self._gather.read, number) for number in range(len(buckets))]
-        self._counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
-        for bucket, counts in zip(buckets, self._counts, strict=True):
+        all_counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
+        for bucket, counts in zip(buckets, all_counts, strict=True):
             bucket.finish(counts, self.number, self._channel.index)
-        return self._counts[-1]
+        return all_counts[-1]
 
     def _read(self, counts: Counts, gather: Gather | None) -> list[bool]:
         """Returns which units any tower has touched, and checks that all towers were in the same backward.

@@ -4,7 +4,7 @@
 are reduced. Reading a tail from a GPU would make the host wait for the whole backward, in every step with a frozen or
 unused parameter. So between GPUs no tower synchronises with the device: hosts gather the flags over Gloo, in parallel
 with all other work. Only a tower that has not used every parameter waits for them: for the other hosts, not for a GPU.
-Any other tower needs them only to check that towers were in the same backward, and reads them once they have come, at
+Any other tower needs them only to check that towers were in the same backward, and reads them when they are there, at
 the latest when the third backward after theirs starts. On an H200, reading them before the optimizer's step took 2 ms
 of a step of 6 ms: the host waited for the other towers' hosts, which had yet to queue their work.
 """

@@ -78,6 +78,9 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 """Copies many tensors to many in one call. torch's optimizers use it."""
 
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies many tensors by a number in one call. torch's optimizers use it."""
+
 
 def storage_holders(tensor: Tensor) -> int:
     """Returns how many tensors share the memory of ``tensor``, as CUDA graph trees count them."""
