@@ -64,17 +64,19 @@ class DenseSlot(Slot):
 
     Attributes:
         bucket, start: its position, in elements of the bucket's dtype.
+        nbytes: the size of a dense gradient.
         view: the part of the buffer for its gradient, in the parameter's shape and strides.
         copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
             is detected.
     """
 
-    __slots__ = ("bucket", "copied", "start", "view")
+    __slots__ = ("bucket", "copied", "nbytes", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
         self.bucket = bucket
         self.start = start
+        self.nbytes = named.tensor.nbytes
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
 
@@ -107,9 +109,9 @@ class _Waiting:
         self.slots: list[DenseSlot] = []
         self.nbytes = 0
 
-    def add(self, slot: DenseSlot, nbytes: int) -> None:
+    def add(self, slot: DenseSlot) -> None:
         self.slots.append(slot)
-        self.nbytes += nbytes
+        self.nbytes += slot.nbytes
 
 
 class Bucket:
@@ -163,14 +165,12 @@ class Bucket:
         """Counts, before a backward, how many gradients may arrive."""
         self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
 
-    def take(self, slot: DenseSlot, nbytes: int) -> bool:
+    def take(self, slot: DenseSlot) -> bool:
         """Takes a gradient that autograd has just finished, and returns whether :meth:`copy_in` is to be called."""
-        if self.streams is None:
-            if nbytes >= _LARGE_BYTES:
-                self._waiting.add(slot, nbytes)
-            return nbytes >= _LARGE_BYTES
-        self._waiting.add(slot, nbytes)
-        return self._waiting.nbytes >= _WAITING_BYTES
+        if self.streams is None and slot.nbytes < _LARGE_BYTES:
+            return False
+        self._waiting.add(slot)
+        return self.streams is None or self._waiting.nbytes >= _WAITING_BYTES
 
     def copy_in(self, channel: Communicator, scale: float) -> None:
         """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""

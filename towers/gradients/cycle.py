@@ -257,7 +257,7 @@ class Cycle:
             )
         if bucket.streams is not None:
             bucket.streams.advance()
-        if is_last and gradient is not None and bucket.take(slot, gradient.nbytes):
+        if is_last and gradient is not None and bucket.take(slot):
             self._copy_in(bucket)
         if slot.arrived:
             return False
