@@ -11,7 +11,6 @@ gathered), with DDP and ``ZeroRedundancyOptimizer``, and with a bare loop. Count
 - early: share of those megabytes that were started before the host had queued the last gradient's computation
 - memory_mb: the peak in a step, of parameters, gradients, the optimizer's state and all else
 
-
 Below, "host" is the time from the start of a step until the host has queued it, in turns, beside the bare loop.
 """
 
@@ -42,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
 
-WARM_UP = 6
+WARM_UP = 12  # DDP waits for timers of its own in its first ten steps
 IN_TURNS = ("bare", "ours", "DDP")
 
 
@@ -63,10 +62,6 @@ class Counts:
     memory_mb: float = 0.0
 
 
-def _sharded(work: Work) -> Step:
-    return work.ours(steps.strategy("auto", shard_optimizer=True))
-
-
 def _fsdp(work: Work) -> Step:
     from torch.distributed.fsdp import fully_shard
 
@@ -76,10 +71,6 @@ def _fsdp(work: Work) -> Step:
         fully_shard(block, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
     return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
-
-
-def _zero(work: Work) -> Step:
-    return work.ddp(lambda parameters: step_benchmark.zero(work.make_optimizer, parameters))
 
 
 def _synchronised_ddp(work: Work) -> Step:
@@ -100,19 +91,15 @@ VARIANTS: dict[str, Callable[[Work], Step]] = {
     "bare": lambda work: work.bare(),
     "ours": lambda work: work.ours(),
     "DDP": lambda work: work.ddp(),
-    "sharded": _sharded,
+    "sharded": lambda work: work.ours(steps.strategy("auto", shard_optimizer=True)),
     "FSDP2": _fsdp,
-    "ZeRO": _zero,
+    "ZeRO": lambda work: work.ddp(lambda parameters: step_benchmark.zero(work.make_optimizer, parameters)),
     "ours-sync-bn": lambda work: work.ours(sync_batch_norm=True),
     "DDP-sync-bn": _synchronised_ddp,
     "bare-compiled": lambda work: work.bare(_compiled),
     "ours-compiled": lambda work: work.ours(forward_of=_compiled),
     "DDP-compiled": _compiled_ddp,
 }
-
-
-def _applies(variant: str, case: str) -> bool:
-    return case.startswith("resnet") if variant.endswith("bn") else True
 
 
 def _record(step: Step) -> list[dict[str, Any]]:
@@ -220,7 +207,7 @@ def _inside(options: Any) -> None:
         counts: dict[str, Any] = {}
         gradients = sum(p.numel() for p in models.make(case).parameters()) * 4 / 1e6
         for variant in options.variants:
-            if not _applies(variant, case):
+            if variant.endswith("bn") and not case.startswith("resnet"):
                 continue
             try:
                 found, events = _measure(case, variant)
