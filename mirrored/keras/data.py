@@ -183,11 +183,15 @@ def _own_examples(strategy: Strategy, loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _own_rows(strategy: Strategy, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yields this tower's shares of batches that every tower loads completely."""
-    for step, batch in enumerate(loader):
-        if step == 0:
-            _check_same(strategy.communicator, batch)
-        yield share_of(strategy, batch)[0]
+    """Returns this tower's shares of batches that every tower loads completely."""
+
+    def shares(batches: Iterator[Any]) -> Iterator[Any]:
+        for step, batch in enumerate(batches):
+            if step == 0:
+                _check_same(strategy.communicator, batch)
+            yield share_of(strategy, batch)[0]
+
+    return shares(iter(loader))  # draws its seed now, as on one tower
 
 
 def _check_same(comm: Communicator, batch: Any) -> None:

@@ -324,6 +324,40 @@ def py_dataset(strategy: mirrored.Strategy) -> dict[str, Any]:
     return fitted(dense(strategy), Data(), batch_size=None, class_weight={0: 1.0, 1: 2.0, 2: 1.0})
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches of eight, in order."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // 8)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(8 * index, 8 * index + 8)
+        return self.x[rows], self.y[rows]
+
+
+@case
+def py_dataset_between_arrays(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """Its loader draws a seed, after which arrays are shuffled."""
+    model = dense(strategy)
+    x, y = numbers(8), classes()
+    data, settings = Batches(x[:21], y[:21]), {"batch_size": BATCH, "epochs": 2, "verbose": 0}
+    histories = [
+        model.fit(x, y, validation_data=data, **settings),
+        model.fit(data, epochs=2, verbose=0),
+        model.fit(x, y, **settings),
+    ]
+    evaluated = model.evaluate(data, verbose=0)
+    histories.append(model.fit(x, y, **settings))
+    predicted = model.predict(data, verbose=0)
+    histories.append(model.fit(x, y, **settings))
+    losses = [loss for history in histories for loss in history.history["loss"]]
+    return seen(model, histories[0], losses=losses, evaluated=evaluated, predicted=predicted)
+
+
 @case
 def generator(strategy: mirrored.Strategy) -> dict[str, Any]:
     def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
