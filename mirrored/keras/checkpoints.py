@@ -107,7 +107,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             callbacks: the other callbacks.
             stack: is closed when ``fit`` ends, with or without an exception.
         """
-        dataset = data.distributed(training.strategy, x) if isinstance(x, data.LOADERS) else None
+        dataset = data.distributed(training.strategy, x) if data.loads_shares(x) else None
         self._progress = _Progress(model, training, dataset, callbacks)
         self._stack = stack
 

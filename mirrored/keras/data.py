@@ -5,6 +5,10 @@ towers, because towers draw the same random numbers outside of steps. Each tower
 only its share. A ``DataLoader`` becomes a distributed dataset, whose towers load their shares. A result of
 ``strategy.distribute_dataset`` is used unchanged. No example is padded or dropped. A tower with an empty share receives
 an example that does not count.
+
+[Note: a batch's shape may depend on all of its examples] A ``collate_fn`` may pad to the longest example of a batch. If
+each tower padded its own share, a metric that counts entries would differ from one device's, without an error (an
+accuracy of 0.68 instead of 0.27). So towers load the whole batches of a ``DataLoader`` that has a ``collate_fn``.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import keras
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
@@ -31,9 +35,6 @@ from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
-
-LOADERS = (DataLoader, DistributedDataset)
-"""The kinds of data whose shares a tower loads with a distributed dataset."""
 
 
 @dataclass
@@ -109,12 +110,21 @@ def _zeros(leaf: Any) -> Tensor:
 
 @around(data_adapters, "get_data_adapter")
 def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
-    if running is None or not isinstance(x, LOADERS):
+    if running is None or not loads_shares(x):
         return original(x, y, sample_weight, **kwargs)
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
             raise ValueError(f"{name} was given together with a {type(x).__name__}, whose batches must contain it")
     return _DistributedAdapter(distributed(running.strategy, x))
+
+
+def loads_shares(x: Any) -> bool:
+    """Returns whether towers load their shares of the data of ``fit`` with a distributed dataset.
+
+    See [Note: a batch's shape may depend on all of its examples].
+    """
+    own = isinstance(x, DataLoader) and x.collate_fn in (default_collate, default_convert)
+    return own or isinstance(x, DistributedDataset)
 
 
 def distributed(strategy: Strategy, data: DataLoader[Any] | DistributedDataset) -> DistributedDataset:

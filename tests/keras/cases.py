@@ -13,6 +13,8 @@ import keras
 import numpy as np
 import torch
 from keras import layers, ops
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -287,6 +289,31 @@ def loader(strategy: mirrored.Strategy) -> dict[str, Any]:
     data, in_order = (DataLoader(_tensors(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False))
     found = fitted(model, data, batch_size=None, validation_data=in_order)
     return found | {"predictions": model.predict(in_order, verbose=0)}
+
+
+def _padded(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    tokens, targets = zip(*examples, strict=True)
+    return pad_sequence(tokens, batch_first=True), pad_sequence(targets, batch_first=True)
+
+
+def _padding(masked: bool) -> Case:
+    def run(strategy: mirrored.Strategy) -> dict[str, Any]:
+        """Batches are as long as their longest text, which one tower has."""
+        rng = np.random.default_rng(4)
+        texts = [torch.from_numpy(rng.integers(1, 20, rng.integers(1, 12))) for _ in range(EXAMPLES)]
+        parts = layers.Embedding(20, 5, mask_zero=masked), layers.LSTM(6, return_sequences=True), layers.Dense(20)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model = sequential(strategy, *parts, loss=loss, optimizer="adam", metrics=["accuracy"])
+        data = DataLoader([(text, text) for text in texts], BATCH, shuffle=True, collate_fn=_padded)
+        found = fitted(model, data, batch_size=None)
+        first = DataLoader([(texts[0], texts[0]), (texts[1], texts[1])], 2, collate_fn=_padded)
+        evaluated = model.evaluate(data, verbose=0)
+        return found | {"evaluated": np.array(evaluated), "predicted": model.predict(first, verbose=0)}
+
+    return run
+
+
+CASES |= {"padded": _padding(False), "padded and masked": _padding(True)}
 
 
 class _Stream(IterableDataset[Any]):
