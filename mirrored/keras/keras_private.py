@@ -37,6 +37,11 @@ def function_of(metric: Any) -> Any:
     return getattr(metric, "_fn", type(metric))
 
 
+def metrics_of_default_steps(model: Any) -> list[Any]:
+    """Returns the metrics that Keras' own steps update, also if the model's property ``metrics`` omits them."""
+    return [metric for metric in (model._loss_tracker, model._compile_metrics) if metric is not None]
+
+
 def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the layers of a model that are not frozen, each with the variables that it changes without a gradient.
 

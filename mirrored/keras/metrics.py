@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_replica
-from mirrored.keras.keras_private import reduction_metrics
+from mirrored.keras.keras_private import metrics_of_default_steps, reduction_metrics
 from mirrored.keras.metric_probe import probe_first_update
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current
@@ -50,9 +50,17 @@ def _add_variable(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around(keras.Variable, "assign")
 def _assign(original: Any, variable: Any, value: Any) -> Any:
-    """Refuses updates of a metric in a custom loop, where no tower would combine the counts."""
-    name, replica = getattr(variable, "name_of_metric", None), current_replica()
-    if name is not None and current() is None and replica is not None and replica.num_replicas_in_sync > 1:
+    """Refuses updates of a metric whose counts no tower would combine."""
+    name, replica, step = getattr(variable, "name_of_metric", None), current_replica(), current()
+    if name is None or replica is None or replica.num_replicas_in_sync == 1:
+        return original(variable, value)
+    if step is not None and not step.combines(variable):
+        raise RuntimeError(
+            f"the metric {name!r} was updated in a step of a Keras model, but model.metrics does not list it, so "
+            "result() would be that of one tower's examples. Make it an attribute of the model; if the model has a "
+            "property metrics of its own, list it there"
+        )
+    if step is None:
         raise RuntimeError(
             f"the metric {name!r} of Keras was updated inside strategy.run(...) of a custom training loop, where each "
             "tower counts only its own examples and result() would be that of one tower. Return sums and counts from "
@@ -90,6 +98,13 @@ class Metrics:
                 _check(metric)
                 self._checked.add(id(metric))
         self._base = {id(variable): (variable, variable.value.clone()) for variable in self._variables()}
+
+    def have(self, variable: Any) -> bool:
+        """Returns whether a variable is one of the model's metrics, or of a metric that its logs do not show."""
+        if id(variable) in self._base:
+            return True
+        hidden = (own for metric in metrics_of_default_steps(self._model) for own in metric.variables)
+        return any(variable is own for own in (*self._variables(), *hidden))
 
     def count(self, share: Share) -> None:
         """Ends a step with a share."""

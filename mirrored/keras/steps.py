@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ class Step:
     Attributes:
         share: this tower's share. If it has no examples, the tower computes on a stand-in.
         alone: whether other towers do not take part in the computation, so that collectives are impossible.
+        combines: whether the towers combine a metric's variable after the step.
     """
 
     strategy: Strategy
     share: Share
     alone: bool = False
+    combines: Callable[[Any], bool] = lambda variable: True
 
     @property
     def fraction(self) -> float:

@@ -55,7 +55,7 @@ class Training:
     def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Step]:
         """Runs a step on this tower's share of a batch. Returns the result of ``function`` and the step."""
         batch, share = data.share_of(self.strategy, batch)
-        step = Step(self.strategy, share)
+        step = Step(self.strategy, share, combines=self.metrics.have)
         self.metrics.begin()
         kept = [] if share.local else self.metrics.state()
         if trains:

@@ -95,3 +95,43 @@ def test_a_metric_is_not_updated_in_a_custom_loop() -> None:
     for texts in launch(counted):
         for name, text in zip(METRICS, texts, strict=True):
             assert f"the metric '{name}' of Keras was updated inside strategy.run(...) of a custom" in text
+
+
+class Unlisted(keras.Model):
+    """Counts with a metric that ``model.metrics`` does not list; ``where``: why not."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        mean = keras.metrics.Mean(name="hidden")
+        self.where, self.hidden = where, [lambda: mean] if where == "beside" else mean
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [] if self.where == "property" else super().metrics
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        (self.hidden if self.where == "property" else self.hidden[0]()).update_state(data[0])
+        return logs
+
+
+def unlisted() -> list[str]:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    x = np.arange(28.0).reshape(7, 4)
+    texts = []
+    for where in ("property", "beside"):
+        with strategy.scope():
+            model = Unlisted(where)
+            model.compile("sgd", "mse")
+        texts.append(text_of(RuntimeError, lambda model=model: model.fit(x, x[:, :1], verbose=0)))
+    return texts
+
+
+def test_a_metric_that_the_model_does_not_list_is_refused() -> None:
+    for texts in launch(unlisted):
+        for text in texts:
+            assert text.startswith("the metric 'hidden' was updated in a step of a Keras model, but model.metrics does")
