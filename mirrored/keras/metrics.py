@@ -57,8 +57,8 @@ def _assign(original: Any, variable: Any, value: Any) -> Any:
     if step is not None and not step.combines(variable):
         raise RuntimeError(
             f"the metric {name!r} was updated in a step of a Keras model, but model.metrics does not list it, so "
-            "result() would be that of one tower's examples. Make it an attribute of the model; if the model has a "
-            "property metrics of its own, list it there"
+            "result() would be that of one tower's examples. Make it an attribute of the model; if the model "
+            "overrides the property metrics, list it there"
         )
     if step is None:
         raise RuntimeError(

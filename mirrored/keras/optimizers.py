@@ -27,7 +27,10 @@ class _Step(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.state[parameters[0]] = {variable.path: variable.value for variable in optimizer.variables}
 
-    def step(self, closure: Any = None, *, apply: Callable[[], Any] = lambda: None) -> Any:
+    def step(
+        self, closure: Any = None, *, gradients: Sequence[Any] = (), apply: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """Calls ``apply``. The guard reads ``gradients``, which need not be those of the parameters' ``.grad``."""
         return apply()
 
 
@@ -42,7 +45,7 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any =
     watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or interceptor().compares)
     if _applying or not watched or frame is None or frame.replica is None or trainable_variables is None:
         return original(optimizer, grads, trainable_variables)
-    trainable_variables = list(trainable_variables)
+    grads, trainable_variables = list(grads), list(trainable_variables)
     parameters = [variable.value for variable in trainable_variables]
     step = _steps.get(optimizer)
     if step is None or [id(p) for p in step.param_groups[0]["params"]] != [id(p) for p in parameters]:
@@ -50,6 +53,6 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any =
         step = _steps[optimizer] = type(kind, (_Step,), {})(parameters, optimizer)
     _applying = True
     try:
-        return step.step(apply=lambda: original(optimizer, grads, trainable_variables))
+        return step.step(gradients=grads, apply=lambda: original(optimizer, grads, trainable_variables))
     finally:
         _applying = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,12 +78,11 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 
 @torch.no_grad()
-def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers in any case."""
+def _is_nonzero(gradient: torch.Tensor | None) -> bool:
+    """Returns whether a gradient is not all zeros. Zeros are equal on all towers in any case."""
+    if gradient is None:
+        return False
     with DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        if gradient is None:
-            return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(values.count_nonzero())
 
@@ -156,7 +155,7 @@ class OptimizerGuard:
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
         if not _has_closure(args, kwargs):  # a closure computes the gradients later
-            self._check_averaged(optimizer)
+            self._check_averaged(optimizer, kwargs.get("gradients"))
         self._health.train()
         self._health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
@@ -183,7 +182,12 @@ class OptimizerGuard:
         frame = current_frame()
         return frame is not None and frame.replica is not None and frame.strategy.communicator is self._comm
 
-    def _check_averaged(self, optimizer: Optimizer) -> None:
+    def _check_averaged(self, optimizer: Optimizer, gradients: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Checks that the gradients of a step are averaged.
+
+        Args:
+            gradients: those of the optimizer's parameters, in order. None: they are the parameters' ``.grad``.
+        """
         averager = self._averager
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         unsynced = averager.unsynced()
@@ -197,7 +201,9 @@ class OptimizerGuard:
         stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
         if averager.averaged_since(stepped, parameters):  # see [Note: an average, not a call]
             return
-        if unaveraged := [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]:
+        gradients = [p.grad for p in parameters] if gradients is None else gradients
+        pairs = zip(parameters, gradients, strict=True)
+        if unaveraged := [p for p, gradient in pairs if self._recorder.is_mirrored(p) and _is_nonzero(gradient)]:
             kind, tower = type(optimizer).__name__, self._comm.index
             slot = averager.slot_of(unaveraged[0])
             name = slot.name if slot is not None else self._recorder.name_of(unaveraged[0])

@@ -291,6 +291,25 @@ def callback_of_keras_for_tensorboard(strategy: mirrored.Strategy) -> None:
 
 
 @mistake(r"MirrorError: SGD.step\(\) on tower \d uses gradients that no backward")
+def gradients_that_are_given_to_apply(strategy: mirrored.Strategy) -> None:
+    """In the first step, though no parameter has them."""
+
+    class Model(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            loss = self.compute_loss(x, y, self(x, training=True))
+            variables = self.trainable_weights
+            assert self.optimizer.iterations == 0
+            self.optimizer.apply(torch.autograd.grad(loss, [variable.value for variable in variables]), variables)
+            return {"loss": loss}
+
+    with strategy.scope():
+        model = Model([layers.Dense(3, "softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    model.fit(numbers(8), classes(), verbose=0)
+
+
+@mistake(r"MirrorError: SGD.step\(\) on tower \d uses gradients that no backward")
 def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
     class Model(keras.Sequential):
         def train_step(self, data: Any) -> dict[str, Any]:
