@@ -62,7 +62,8 @@ class Program:
         return f"{self.document.relative_to(ROOT)}-{self.number}"
 
     def marks(self) -> list[pytest.MarkDecorator]:
-        long = self.words.get("run by") == "python" or "from transformers " in self.source()
+        source = self.source()
+        long = self.words.get("run by") == "python" or "from transformers " in source or "torch.compile(" in source
         return [pytest.mark.extended] if long or self.document.name not in FIRST_READ else []
 
     def source(self) -> str:

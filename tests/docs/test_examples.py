@@ -314,6 +314,7 @@ PROGRAM = first_program("get-started/first-script.md")
 EXACT, SAVED = first_program("concepts/same-numbers.md"), first_program("how-to/checkpoints.md")
 
 
+@pytest.mark.extended
 def test_the_scripts_of_the_readme_print_what_it_shows(tmp_path: pathlib.Path) -> None:
     """One device's script, the same with the changes of the diff, and this one with a mistake."""
     section = (ROOT / "README.md").read_text().partition("## From one device")[2]

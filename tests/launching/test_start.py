@@ -57,7 +57,11 @@ def test_one_tower_of_a_launcher_communicates_with_no_other() -> None:
 
 @pytest.mark.parametrize(
     ("virtual_towers", "stated", "threads"),
-    [("None", "", "4 threads"), ("4", "", "1 thread"), ("4", "2", "2 threads")],
+    [
+        ("None", "", "4 threads"),
+        pytest.param("4", "", "1 thread", marks=pytest.mark.extended),
+        pytest.param("4", "2", "2 threads", marks=pytest.mark.extended),
+    ],
 )
 def test_threads_on_a_machine_with_eight_cores(
     tmp_path: pathlib.Path, virtual_towers: str, stated: str, threads: str

@@ -25,7 +25,7 @@ from towers.gradients.tree_sum import Subtree
     [
         pytest.param("cnn", "adamw", [("shared_memory", (8,)), ("gloo", (4, 1, 2))], marks=pytest.mark.extended),
         ("lstm", "sgd", [("shared_memory", (4,))]),
-        ("transformer", "adam", [("gloo", (2,))]),
+        pytest.param("transformer", "adam", [("gloo", (2,))], marks=pytest.mark.extended),
     ],
 )
 def test_training_is_the_same_to_the_bit(model: str, optimizer: str, others: list[Any]) -> None:
