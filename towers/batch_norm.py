@@ -11,12 +11,14 @@ gradients of weight and bias are the tower's own sums. Averaging over the towers
 
 [Note: torch's kernels] On CUDA, five kernels that torch has for its SyncBatchNorm do most of the arithmetic, the
 combination included, in the same way but in float32. They take 15 kernels for a layer and a step, of which the check of
-the labels needs 3. The general code took 57 (``scripts/bench counts``). They divide by a count of 0, for which
-SyncBatchNorm leaves empty shares out and so lets the host wait. A :class:`LabelledGather` has tiny counts instead.
+the labels needs 3. The general code took 57 (``scripts/bench counts``). They cannot divide by a count of 0.
+SyncBatchNorm leaves empty shares out, for which the host waits. A :class:`LabelledGather` has tiny counts instead.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -58,51 +60,63 @@ def normalise(
         DisagreementError: on all towers, if they are at different layers (on GPUs in a later call).
     """
     function = _FusedNormalise if _has_kernels(x, running, momentum) else _Normalise
+    call = _Call(gather, name, running, momentum, eps, counts)
     if counts:
-        result: Tensor = function.apply(x, weight, bias, gather, name, running, momentum, eps, None)
+        result: Tensor = function.apply(x, weight, bias, call)
         return result
-    statistics: list[Tensor] = []
-    nothing = function.apply(x[:0], weight, bias, gather, name, running, momentum, eps, statistics)
-    mean, variance = statistics
+    nothing = function.apply(x[:0], weight, bias, call)
+    mean, variance = call.statistics
     scale, shift = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.cat([nothing, F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of :func:`normalise` that need no gradient.
+
+    Attributes:
+        statistics: mean and variance of the call, if ``counts`` is False.
+    """
+
+    gather: LabelledGather
+    name: str
+    running: tuple[Tensor, Tensor] | None
+    momentum: Any
+    eps: float
+    counts: bool
+    statistics: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def gather_forward(self, x: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns every tower's number of values per channel, and its moments."""
+        count = x.numel() // x.shape[1] if x.shape[1] else 0
+        check = functools.partial(_refuse_a_single_value, name=self.name)
+        return self.gather(f"goes forward through {self.name}", moments, count, check)
+
+    def gather_backward(self, sums: Tensor) -> Tensor:
+        """Returns every tower's sums."""
+        return self.gather(f"goes backward through {self.name}", sums)[1]
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        gather: LabelledGather,
-        name: str,
-        running: tuple[Tensor, Tensor] | None,
-        momentum: float | Tensor,
-        eps: float,
-        statistics: list[Tensor] | None,
-    ) -> Tensor:
-        """Normalises ``x``, and appends mean and variance to ``statistics``."""
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
+        """Normalises ``x``, and appends mean and variance to ``call.statistics``."""
         channels = x.shape[1]
-        count = x.numel() // channels if channels else 0
-        counts, rows = gather(
-            f"goes forward through {name}", _moments(x), count, lambda total: _refuse_a_single_value(total, name)
-        )
+        counts, rows = call.gather_forward(x, _moments(x))
         total = counts.sum()
         mean, variance = _combine(counts, rows[:, :channels], rows[:, channels:], total)
-        if running is not None:
-            _follow(running, mean, variance, total, momentum)
+        if call.running is not None:
+            _follow(call.running, mean, variance, total, call.momentum)
         precise = _precise(x)
         mean, variance = mean.to(precise), variance.to(precise)
-        if statistics is not None:
-            statistics += [mean, variance]
+        if not call.counts:
+            call.statistics.extend([mean, variance])
         ctx.save_for_backward(x, weight, mean, variance, total)
-        ctx.gather, ctx.layer, ctx.eps = gather, name, eps
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         if x.numel() == 0:
             return torch.empty_like(x)
         scale, shift = (None if t is None else t.to(precise) for t in (weight, bias))
-        return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
+        return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, call.eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,70 +124,49 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():
             dx, dweight, dbias = _differentiable_gradients(ctx, dy, x, weight, total)
         else:
-            deviation = (variance + ctx.eps).rsqrt()
-            dweight, dbias = _own_sums(dy, x, mean, deviation, ctx.eps)
+            call = ctx.call
+            deviation = (variance + call.eps).rsqrt()
+            dweight, dbias = _own_sums(dy, x, mean, deviation, call.eps)
             dx = None
             if ctx.needs_input_grad[0]:
-                sums = torch.cat([dweight, dbias]).double()
-                rows = ctx.gather(f"goes backward through {ctx.layer}", sums)[1]
+                rows = call.gather_backward(torch.cat([dweight, dbias]).double())
                 means = (rows.sum(0) / total.clamp(min=1)).to(mean.dtype)
                 scale = deviation if weight is None else deviation * weight.to(mean.dtype)
-                dx = _input_gradient(dy, x, scale, mean, variance, ctx.eps, means)
-        wanted = [
-            dx,
-            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-        ]
-        return *wanted, None, None, None, None, None, None
+                dx = _input_gradient(dy, x, scale, mean, variance, call.eps, means)
+        return _wanted(ctx, weight, dx, dweight, dbias)
 
 
 class _FusedNormalise(torch.autograd.Function):
     """The same on CUDA (see [Note: torch's kernels])."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        gather: LabelledGather,
-        name: str,
-        running: tuple[Tensor, Tensor] | None,
-        momentum: float,
-        eps: float,
-        statistics: list[Tensor] | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
         """As :meth:`_Normalise.forward`."""
         channels, precise = x.shape[1], _precise(x)
         x = _dense(x)
         if x.numel():
-            own = torch.cat(torch.batch_norm_stats(x, eps))
+            own = torch.cat(torch.batch_norm_stats(x, call.eps))
         else:
             own = torch.cat([x.new_zeros(channels, dtype=precise), x.new_ones(channels, dtype=precise)])
-        counts, rows = gather(
-            f"goes forward through {name}",
-            own,
-            x.numel() // channels if channels else 0,
-            lambda total: _refuse_a_single_value(total, name),
-        )
-        before = []
+        counts, rows = call.gather_forward(x, own)
+        running, before = call.running, []
         if running is not None and not x.numel():  # perhaps there are no values at all, and nothing to follow
             before = [tensor.clone() for tensor in running]
-        running_mean, running_variance = running or (None, None)
+        to_mean, to_variance = running or (None, None)
+        means, deviations = rows[:, :channels], rows[:, channels:]
         mean, deviation = torch.batch_norm_gather_stats_with_counts(
-            rows, rows[:, :channels], rows[:, channels:], running_mean, running_variance, momentum, eps, counts
+            rows, means, deviations, to_mean, to_variance, call.momentum, call.eps, counts
         )
         for tensor, old in zip(running or (), before, strict=False):
             tensor.copy_(torch.where(counts.sum() < 0.5, old, tensor))
-        if statistics is not None:
-            statistics += [mean, deviation.pow(-2) - eps]
+        if not call.counts:
+            call.statistics.extend([mean, deviation.pow(-2) - call.eps])
         ctx.save_for_backward(x, weight, mean, deviation, counts)
-        ctx.gather, ctx.layer, ctx.eps = gather, name, eps
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.call, ctx.bias_dtype = call, None if bias is None else bias.dtype
         if x.numel() == 0:
             return torch.empty_like(x)
         scale, shift = (None if t is None else t.to(precise) for t in (weight, bias))
-        return torch.batch_norm_elemt(x, scale, shift, mean, deviation, eps)
+        return torch.batch_norm_elemt(x, scale, shift, mean, deviation, call.eps)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,19 +184,26 @@ class _FusedNormalise(torch.autograd.Function):
                 )
                 dbias = dbias if given else sums
             if ctx.needs_input_grad[0]:
-                rows = ctx.gather(f"goes backward through {ctx.layer}", torch.cat([sums, products]))[1]
+                rows = ctx.call.gather_backward(torch.cat([sums, products]))
                 sums, products = rows.sum(0).chunk(2)
                 dx = torch.empty_like(x)
                 if x.numel():
                     dx = torch.batch_norm_backward_elemt(
                         dy, x, mean, deviation, scale, sums, products, counts.to(torch.int32)
                     )
-        wanted = [
-            dx,
-            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-        ]
-        return *wanted, None, None, None, None, None, None
+        return _wanted(ctx, weight, dx, dweight, dbias)
+
+
+def _wanted(
+    ctx: Any, weight: Tensor | None, dx: Tensor | None, dweight: Tensor, dbias: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns those gradients of x, weight, bias and the call that autograd needs, in the dtypes of their tensors."""
+    return (
+        dx,
+        dweight.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None,
+        dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+        None,
+    )
 
 
 def _has_kernels(x: Tensor, running: tuple[Tensor, Tensor] | None, momentum: float | Tensor) -> bool:
@@ -309,11 +309,12 @@ def _differentiable_gradients(
     precise_x, dims, total = x.to(dtype), _dims(x), total.clamp(min=1).to(dtype)
 
     def global_mean(values: Tensor) -> Tensor:
-        result: Tensor = _AllSum.apply(values.sum(dims), ctx.gather, f"differentiates the backward of {ctx.layer}")
+        purpose = f"differentiates the backward of {ctx.call.name}"
+        result: Tensor = _AllSum.apply(values.sum(dims), ctx.call.gather, purpose)
         return result / total
 
     centred = precise_x - _broadcast(global_mean(precise_x), x)
-    deviation = _broadcast((global_mean(centred.square()) + ctx.eps).rsqrt(), x)
+    deviation = _broadcast((global_mean(centred.square()) + ctx.call.eps).rsqrt(), x)
     normal = centred * deviation
     dy = dy.to(dtype)
     product = dy * normal

@@ -100,7 +100,10 @@ class Metrics:
         self._base = {id(variable): (variable, variable.value.clone()) for variable in self._variables()}
 
     def have(self, variable: Any) -> bool:
-        """Returns whether a variable is one of the model's metrics, or of a metric that its logs do not show."""
+        """Returns whether a variable belongs to one of the model's metrics.
+
+        Those that Keras' own steps update count, too: if ``model.metrics`` omits them, no log contains them.
+        """
         if id(variable) in self._base:
             return True
         hidden = (own for metric in metrics_of_default_steps(self._model) for own in metric.variables)

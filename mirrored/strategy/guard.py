@@ -202,7 +202,7 @@ class OptimizerGuard:
         if averager.averaged_since(stepped, parameters):  # see [Note: an average, not a call]
             return
         gradients = [p.grad for p in parameters] if gradients is None else gradients
-        pairs = zip(parameters, gradients, strict=True)
+        pairs = zip(parameters, gradients, strict=False)  # Keras refuses another number itself
         if unaveraged := [p for p, gradient in pairs if self._recorder.is_mirrored(p) and _is_nonzero(gradient)]:
             kind, tower = type(optimizer).__name__, self._comm.index
             slot = averager.slot_of(unaveraged[0])

@@ -11,7 +11,7 @@ gathered), with DDP and ``ZeroRedundancyOptimizer``, and with a bare loop. Count
 - early: share of those megabytes that were started before the host had queued the last gradient's computation
 - memory_mb: the peak in a step, of parameters, gradients, the optimizer's state and all else
 
-Below, "host" is the time from the start of a step until the host has queued it, in turns, beside the bare loop.
+Below, "host" is the time from the start of a step until the host has queued it. The variants take turns.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ import mirrored
 
 WARM_UP = 12  # DDP waits for timers of its own in its first ten steps
 IN_TURNS = ("bare", "ours", "DDP")
+BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
+"""Of an element, by the profiler's name of the dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ def count(events: Sequence[dict[str, Any]]) -> Counts:
         args = event.get("args", {})
         if event["name"] == "record_param_comms" and args.get("Collective name") not in (None, "", "wait", "barrier"):
             elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-            size = elements * _SIZES.get(str(args.get("dtype")), 4) / 1e6
+            size = elements * BYTES.get(str(args.get("dtype")), 4) / 1e6
             megabytes["all"] += size
             megabytes["early"] += size if event["ts"] < end else 0
     host = [e["name"] for e in of("user_annotation") if e["name"].startswith("gloo:") and e["name"] != "gloo:barrier"]
@@ -147,9 +149,6 @@ def count(events: Sequence[dict[str, Any]]) -> Counts:
         waits=sum("Synchronize" in name for name in calls),
         early=round(megabytes["early"] / megabytes["all"], 3) if megabytes["all"] else None,
     )
-
-
-_SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
 
 def _measure(case: str, variant: str) -> tuple[Counts, list[dict[str, Any]]]:

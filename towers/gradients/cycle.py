@@ -159,7 +159,6 @@ class Cycle:
         self._watch = watch
         self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
         self._backward = BackwardCounter(channel.health)
-        self._gather: Gather | None = None  # the last backward's, between GPUs
         self._unread: deque[tuple[Counts, Gather]] = deque()  # of the last buckets of backwards, if reading would wait
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
@@ -319,16 +318,18 @@ class Cycle:
         for bucket in others:
             self._start(bucket, reduction)
         self._start(last, reduction, Summary(touched, self._backward.bits()))
-        counts = self._await(reduction)
-        if self._gather is None or not all(touched):
-            touched = self._read(counts, self._gather)
+        counts, gather = self._await(reduction)
+        if gather is None or not all(touched):
+            touched = self._read(counts, gather)
         else:  # no tower can have touched more than this one
-            self._unread.append((counts, self._gather))
+            self._unread.append((counts, gather))
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
         if missed:
-            self._await(reduction)
+            counts, gather = self._await(reduction)
+            if gather is not None:
+                self._unread.append((counts, gather))
         if self._watch is not None:
             self._watch.inspect(layout.sparse)
         for slot, anyone in zip(layout.sparse, touched[len(buckets) :], strict=True):
@@ -337,20 +338,25 @@ class Cycle:
                 slot.averaged = self.number
         return touched
 
-    def _await(self, reduction: Reduction) -> Counts:
-        """Finishes the started buckets, and returns the counts of the flags of the last one."""
+    def _await(self, reduction: Reduction) -> tuple[Counts, Gather | None]:
+        """Finishes the started buckets.
+
+        Returns:
+            The counts of the flags of the last bucket, and the gather that counts them between GPUs.
+        """
         buckets, self._started = self._started, []
+        gather: Gather | None = None
         with range_("mirrored::wait"):
             if not self._flags_in_tails:
-                self._gather = Gather(self._channel, [bucket.flags for bucket in buckets], str(self._backward))
+                gather = Gather(self._channel, [bucket.flags for bucket in buckets], str(self._backward))
             tails = reduction.finish(buckets)
         reads: list[Read] = [tail.tolist for tail in tails]
-        if self._gather is not None:
-            reads = [functools.partial(self._gather.read, number) for number in range(len(buckets))]
+        if gather is not None:
+            reads = [functools.partial(gather.read, number) for number in range(len(buckets))]
         all_counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
         for bucket, counts in zip(buckets, all_counts, strict=True):
             bucket.finish(counts, self.number, self._channel.index)
-        return all_counts[-1]
+        return all_counts[-1], gather
 
     def _read(self, counts: Counts, gather: Gather | None) -> list[bool]:
         """Returns which units any tower has touched, and checks that all towers were in the same backward.

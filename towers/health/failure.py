@@ -54,8 +54,12 @@ from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 _SHORT = 200  # characters
 
 _PEER_LOST = (
-    *("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe"),
-    *("nccl error: remote process exited", "nccl communicator was aborted"),
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "nccl error: remote process exited",
+    "nccl communicator was aborted",
 )
 
 _LAUNCHER_SECONDS = 2.0
