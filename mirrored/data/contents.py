@@ -3,9 +3,12 @@
 [Note: contents are compared] Every tower takes its share of the same data. Random numbers that were drawn before the
 strategy existed, a generator without a seed, or the order of a set give each tower other data, without an error. So
 towers describe a few examples at the start of an epoch, and each batch of a stream. Numbers are compared with a
-tolerance, because processors may round differently. A map-style dataset may augment examples with a generator that the
-strategy does not seed; each example is used once, so this is right. Its examples are therefore loaded twice, and
-only the leaves that are equal both times are compared.
+tolerance, because processors may round differently.
+
+[Note: augmentation is not compared] A map-style dataset may augment examples with a generator that the strategy does
+not seed; each example is used once, so this is right. Its examples are therefore loaded twice, and only the leaves that
+are equal both times, bit for bit, are compared. A random flip is often equal twice. So before a difference is an error,
+the examples are loaded so often that every leaf that varies has varied.
 """
 
 from __future__ import annotations
@@ -83,11 +86,12 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def stable(first: Contents, second: Contents) -> Contents:
-    """Returns the leaves that are equal in two descriptions of one example; see [Note: contents are compared]."""
-    if len(first) != len(second):
+def stable(descriptions: Sequence[Contents]) -> Contents:
+    """Returns the leaves that are equal in all descriptions of an example; see [Note: augmentation is not compared]."""
+    first = descriptions[0]
+    if any(len(other) != len(first) for other in descriptions):
         return []
-    return [one if _same(one, other) else None for one, other in zip(first, second, strict=True)]
+    return [leaves[0] if len(set(map(repr, leaves))) == 1 else None for leaves in zip(*descriptions, strict=True)]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -103,21 +107,27 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def check_same(comm: Communicator, data: str, described: Sequence[Contents]) -> None:
-    """Checks that every tower's descriptions of the same examples are equal.
+def gather(comm: Communicator, data: str, described: Sequence[Contents]) -> list[Any]:
+    """Returns all towers' descriptions of the same examples.
 
     Args:
         data: the name of the data in messages, such as "epoch 0 of a distributed dataset".
         described: this tower's, in order.
-
-    Raises:
-        DisagreementError: on all towers: they differ.
     """
-    compare(announce(comm, f"the examples of {data}", list(described)), data)
+    return announce(comm, f"the examples of {data}", list(described))
+
+
+def differ(towers: Sequence[Any]) -> bool:
+    """Returns whether the descriptions of towers differ."""
+    return not all(_same(other, towers[0]) for other in towers)
 
 
 def compare(towers: Sequence[Any], data: str) -> None:
-    """Compares the descriptions of all towers, see :func:`check_same`."""
+    """Checks that all towers have described the same examples.
+
+    Raises:
+        DisagreementError: they differ.
+    """
     for tower, other in enumerate(towers):
         if not _same(other, towers[0]):
             raise DisagreementError(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from mirrored.context import refuse_inside_run
 from mirrored.data import contents
-from mirrored.data.examples import DESCRIBED, CollatedParts, MapCollate, Request, SeededExamples, some_of
+from mirrored.data.examples import CollatedParts, MapCollate, Request, SeededExamples, some_of
 from mirrored.data.order import Epoch, Order
 from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
@@ -252,6 +252,10 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
+_LOADS, _LOADS_BEFORE_AN_ERROR = 2, 32
+"""How often examples are loaded to find their stable leaves, see [Note: augmentation is not compared]."""
+
+
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns a loader's own settings, for a loader that loads other batches in the same way."""
     workers = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -271,7 +275,7 @@ class MapDataset(DistributedDataset):
         super().__init__(distribution, seed, settings, loader.dataset)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._order = order
-        self._sampler = _ShareSampler(order, self._cut, describes=self._comm.size > 1)
+        self._sampler = _ShareSampler(order, self._cut)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
@@ -288,36 +292,40 @@ class MapDataset(DistributedDataset):
         return self._order.epoch(self._seed, number, self.dataset)
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
-        self._generator.manual_seed(epoch.seed_of("loader"))
-        self._sampler.place = epoch, first
-        loaded = iter(self._loader)
-        if self._sampler.describes and (described := next(loaded, None)) is not None:
-            contents.check_same(self._comm, f"epoch {epoch.number} of a distributed dataset", described[0])
+        loaded = self._start(epoch, first, _LOADS if self._comm.size > 1 else 0)
+        if self._comm.size > 1 and (described := next(loaded, None)) is not None:
+            data = f"epoch {epoch.number} of a distributed dataset"
+            if contents.differ(contents.gather(self._comm, data, described[0])):
+                described, _ = next(self._start(epoch, first, _LOADS_BEFORE_AN_ERROR))
+                contents.compare(contents.gather(self._comm, data, described), data)
+                loaded = self._start(epoch, first, 0)
         yield from loaded
+
+    def _start(self, epoch: Epoch, first: int, loads: int) -> Iterator[Any]:
+        """Starts the loader at a batch. If ``loads`` is not 0, it first yields descriptions, see :class:`Request`."""
+        self._generator.manual_seed(epoch.seed_of("loader"))
+        self._sampler.place = epoch, first, loads
+        return iter(self._loader)
 
 
 class _ShareSampler:
     """Requests this tower's share of each global batch from the loader.
 
-    Args:
-        describes: whether the first request is for descriptions of examples of the first batch.
-
     Attributes:
-        place: the start of the next iteration, as the arguments of :meth:`Order.batches`.
+        place: the start of the next iteration: the arguments of :meth:`Order.batches`, and how often some examples of
+            the first batch are loaded to describe them before it.
     """
 
-    def __init__(self, order: Order, cut: Cut, *, describes: bool) -> None:
+    def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.describes = describes
-        self.place = Epoch(0, 0), 0
+        self.place = Epoch(0, 0), 0, 0
 
     def __iter__(self) -> Iterator[Request]:
-        epoch, first = self.place
-        describes = self.describes
+        epoch, first, loads = self.place
         for indices in self._order.batches(epoch, first):
-            if describes:
-                yield Request(epoch.seed, epoch.number, some_of(indices), DESCRIBED)
-                describes = False
+            if loads:
+                yield Request(epoch.seed, epoch.number, some_of(indices), len(indices), loads)
+                loads = 0
             start, end = self._cut.bounds(len(indices))
             yield Request(epoch.seed, epoch.number, indices[start:end] or indices[:1], len(indices))

@@ -91,24 +91,22 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 _WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
-DESCRIBED = -1
-"""The ``total`` of a request for descriptions."""
-
-
 class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
         indices: the indices of the share's examples. For an empty share: the index of the batch's first example, from
             which an empty batch or a stand-in is made.
-        total: the number of examples of all towers together; :data:`DESCRIBED` requests the descriptions of examples
-            (:mod:`mirrored.data.contents`) instead of a batch.
+        total: the number of examples of all towers together.
+        loads: 0 requests a batch; another number requests the descriptions of the examples (:mod:`.contents`), each of
+            which is loaded so often.
     """
 
     seed: int
     epoch: int
     indices: list[Any]
     total: int
+    loads: int = 0
 
 
 class SeededExamples:
@@ -130,7 +128,7 @@ class SeededExamples:
 
     def __getitems__(self, request: Request) -> tuple[Request, list[Any]]:
         """Returns the request and its examples, or their descriptions."""
-        if request.total == DESCRIBED:
+        if request.loads:
             return request, self._described(request)
         if self._plain:
             return request, [self.dataset[index] for index in request.indices]
@@ -142,8 +140,10 @@ class SeededExamples:
             arrays = getattr(self.dataset, "tensors", ()) or [*getattr(self.dataset, "leaves", tuple)()]
             return [contents.describe(arrays), *(contents.describe(self.dataset[index]) for index in request.indices)]
         with _own_randomness():
-            described = [[contents.describe(self._load(request, index)) for _ in range(2)] for index in request.indices]
-        return [contents.stable(first, second) for first, second in described]
+            return [
+                contents.stable([contents.describe(self._load(request, index)) for _ in range(request.loads)])
+                for index in request.indices
+            ]
 
     def _load(self, request: Request, index: Any) -> Any:
         seeds.seed_cpu(seeds.mix(request.seed, "example", request.epoch, index))
@@ -238,7 +238,7 @@ class MapCollate(PartCollate):
 
     def __call__(self, loaded: tuple[Request, list[Any]]) -> Batch:
         request, examples = loaded
-        if request.total == DESCRIBED:
+        if request.loads:
             return examples, Share(0, 0)
 
         def seed_of(start: int) -> int:

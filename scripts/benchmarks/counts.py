@@ -153,6 +153,7 @@ def count(events: Sequence[dict[str, Any]]) -> Counts:
 
 def _measure(case: str, variant: str) -> tuple[Counts, list[dict[str, Any]]]:
     """What is counted of a variant, and what the profiler recorded."""
+    torch.compiler.reset()  # compiled functions keep the model of the variant before
     gc.collect()
     cuda = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if cuda else 0
