@@ -31,9 +31,8 @@ class Moment(list[Callable[..., object]]):
 class Events:
     """The listeners of one strategy, by moment. A training passes the moments in this order.
 
-    On one tower, ``recorded``, ``mirrored``, ``before_step``, ``after_step`` and the phases of backward, averaging and
-    the optimizer do not occur, except those that virtual towers, local steps, watched gradients or central storage on
-    an accelerator need.
+    On one tower, ``before_step``, ``after_step`` and the phases of backward, averaging and the optimizer do not occur,
+    except those that virtual towers, local steps, watched gradients or central storage on an accelerator need.
 
     Attributes:
         recorded: ``()``: the modules that a scope has recorded, and that are not yet mirrored, have changed. It also
@@ -48,6 +47,8 @@ class Events:
         after_step: ``(optimizer)`` has stepped. Inside ``run``, this includes optimizers of parameters that no scope
             mirrored.
         end_run: ``()``: the function has returned.
+        end_step: ``()``: a training step has ended, outside ``run``. A run that trains is a step, except in Lightning,
+            where a step ends when its optimizers have stepped.
         failed: ``(error)``: the function, or the code before it, has raised an exception.
         saved: ``(name)``: a checkpoint of this name was taken. It may not be on disk yet.
         check: ``(call)``: all towers must be compared now. ``call`` describes the operation in progress in messages.
@@ -57,7 +58,7 @@ class Events:
         self.recorded, self.mirrored, self.loaded = Moment(), Moment(), Moment()
         self.begin_run, self.end_run, self.failed = Moment(), Moment(), Moment()
         self.before_step, self.after_step = Moment(), Moment()
-        self.saved, self.check = Moment(), Moment()
+        self.end_step, self.saved, self.check = Moment(), Moment(), Moment()
         self.phase = health.followers
 
 

@@ -91,6 +91,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         self._mean_loss = mean_loss
         self._looked_at_loss = False
         self._weights = {1.0}
+        self._stepped = False  # whether an optimizer has stepped since the end of the last step
 
     # -- the position of this tower ----------------------------------------------------------------------
 
@@ -167,7 +168,21 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
             return step(*args, **kwargs)
 
         health.count(self.lightning_module.trainer.global_step)
-        return self._step(training_step, args, kwargs)
+        result = self._step(training_step, args, kwargs)
+        self._end_step()  # in manual optimization; otherwise, the optimizer has not stepped yet
+        return result
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._stepped = True
+        if current_replica() is None:
+            self._end_step()
+        return result
+
+    def _end_step(self) -> None:
+        stepped, self._stepped = self._stepped, False
+        if stepped:
+            self.towers.events.end_step()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(super().validation_step, args, kwargs)

@@ -163,7 +163,10 @@ class CheckpointManager:
         """
         refuse_inside_run("CheckpointManager.step()", "call it after run has returned")
         self.steps += 1
-        self._strategy.health.count(self.steps)
+        health, run_ends_step = self._strategy.health, not self._strategy.health.counted_by_script
+        health.count(self.steps)
+        if not run_ends_step:
+            self._strategy.events.end_step()
         local = _STOP if self._signals.received is not None else 0
         due = self._every_seconds is not None and clock.monotonic() - self._saved_at >= self._every_seconds
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later

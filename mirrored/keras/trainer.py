@@ -223,10 +223,21 @@ def _make_function(original: Any, model: Any, force: bool = False) -> None:
         setattr(model, attribute, functools.partial(_run, training, attribute.removesuffix("_function"), function))
 
 
+def _training(training: Training, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Turns a run of one tower into a training step: the steps of Keras' optimizers are not torch's."""
+
+    @functools.wraps(function)
+    def train(batches: Any) -> Any:
+        training.strategy.health.train()
+        return function(batches)
+
+    return train
+
+
 def _run(training: Training, kind: str, function: Callable[[Any], Any], batches: Any) -> Any:
     """Runs ``function``, Keras' own for one batch, under the model's strategy, and returns its result."""
     if not training.several:
-        return training.strategy.run(function, args=(batches,))
+        return training.strategy.run(_training(training, function) if kind == "train" else function, args=(batches,))
     if kind != "predict":
         return training.step(function, batches[0], kind == "train")
     outputs, step = training.run(function, batches[0], trains=False)

@@ -169,7 +169,7 @@ class Monitor:
     def paused(self) -> Iterator[None]:
         """Excludes time and batches inside the context from steps, for example an evaluation or pictures.
 
-        On several towers, runs that evaluate are excluded automatically.
+        Runs that evaluate are excluded automatically.
         """
         with self._timeline.away():
             yield

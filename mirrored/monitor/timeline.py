@@ -5,7 +5,8 @@
 to the step, and no time is measured twice. A stamp costs half a microsecond, and is read at a report.
 
 [Note: what a batch was loaded for] The use of a batch determines whether its loading time counts: it counts if a
-training run follows. From the first run that evaluates to the next run that trains, no time counts.
+training run follows. From the first run that evaluates to the next run that trains, no time counts. Only the end of a
+run shows whether it has trained. If it has not, its time and examples are subtracted again.
 
 [Note: stamps on a GPU] On a GPU, a stamp is an event in the device's current stream, and the host does not wait for it
 before a report. The time between two events is the device's. If the host runs ahead, loading takes no device time. If
@@ -40,6 +41,7 @@ _PART_OF = {
     status.OPTIMIZER: OPTIMIZER,
 }
 _STEP, _AWAY, _CALL = "the end of a step", "not counted", "a collective"
+_EVALUATED = "the end of a run that seemed to train"
 _FOLDED = 2048
 """The number of stamps after which past ones are summed up, so that memory does not grow with the steps of a report."""
 
@@ -62,12 +64,13 @@ class Timeline:
             self.enter: health.followers,
             self._call: health.callers,
             self._load: events.loaded,
+            self._end_run: events.end_run,
         }
         self._device = device
-        self._on_device = device.type not in ("cpu", "mps", "tpu")  # the others have events with times
         self._phase = health.phase
         self._away = False
-        self.examples = self._loaded = 0  # the second: in batches that no run has used yet
+        self._health = health
+        self.examples = self._loaded = self._in_run = 0  # the others: in batches that no run, or the last one, has used
         self._foreign: set[int] = set()  # threads that load in advance
         self._rows: list[list[float]] = []  # seconds by part, of each step that has ended
         self.restart()
@@ -90,11 +93,18 @@ class Timeline:
         if thread in self._foreign:
             return
         if phase == status.IN_STEP:
+            self._in_run += self._loaded
             self.examples, self._loaded = self.examples + self._loaded, 0
         elif phase == status.IN_EVALUATION:
             self._loaded = 0
         self._phase = phase
         self._mark(phase)
+
+    def _end_run(self) -> None:
+        if self._health.evaluates and not self._away:
+            self.examples -= self._in_run
+            self._mark(_EVALUATED)
+        self._in_run = 0
 
     def _load(self, local: int, total: int) -> None:
         if not self._away:
@@ -121,8 +131,9 @@ class Timeline:
         self._last = self._now()
         self._part: int | None = _PART_OF.get(self._phase, OTHER)
         self._row, self._loading, self._evaluates = [0.0] * 5, 0.0, False
+        self._before_run, self._outside = self._row, True  # the row at the start of the last run that seems to train
         self._rows.clear()
-        self.examples = self._loaded = 0
+        self.examples = self._loaded = self._in_run = 0
 
     def _call(self, name: str) -> None:
         self._mark(_CALL if name else self._phase)
@@ -133,6 +144,10 @@ class Timeline:
         self._marks.append((name, self._now()))
         if len(self._marks) % _FOLDED == 0:
             self._fold(_FOLDED // 2)
+
+    @property
+    def _on_device(self) -> bool:
+        return self._device.type not in ("cpu", "mps", "tpu")  # the others have events with times
 
     def _now(self) -> Any:
         if not self._on_device:
@@ -168,8 +183,15 @@ class Timeline:
                 self._rows.append(self._row)
                 self._row = [0.0] * 5
                 continue
+            if name == _EVALUATED:
+                if not self._evaluates:
+                    self._row, self._evaluates = self._before_run, True
+                continue
             if name == status.IN_STEP:
+                if self._outside:
+                    self._before_run = list(self._row)
                 self._row[DATA] += self._loading
+            self._outside = not name or (self._outside and name not in (status.IN_STEP, status.IN_EVALUATION))
             if name in (status.IN_STEP, status.IN_EVALUATION):
                 self._evaluates, self._loading = name == status.IN_EVALUATION, 0.0
             self._part = None if name == _AWAY else COLLECTIVE if name == _CALL else _PART_OF.get(name, OTHER)

@@ -8,8 +8,8 @@ the clocks. Tower 0 starts the barrier before this tower leaves it, and this tow
 Of many barriers the narrowest bounds count, and their midpoint is off by at most half their distance. The difference is
 measured at both ends of a trace, and is interpolated linearly between them.
 
-[Note: a traced step] A traced step lasts from the end of the previous training run to the end of its own run, so that
-it contains the loading of its batch. Runs that evaluate belong to the step that follows them.
+[Note: a traced step] A traced step lasts from the end of the previous training step to its own end, so that it contains
+the loading of its batch. Runs that evaluate belong to the step that follows them.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Tracing:
         self._profiler.start()
         self._undo.callback(self._profiler.stop)
         self._undo.callback(self._step.close)
-        self._events.end_run.append(self._end_run)
-        self._undo.callback(self._events.end_run.remove, self._end_run)
+        self._events.end_step.append(self._end_step)
+        self._undo.callback(self._events.end_step.remove, self._end_step)
         self._begin_step()
 
     def _try_file(self) -> None:
@@ -143,12 +143,11 @@ class Tracing:
     def _begin_step(self) -> None:
         self._step.enter_context(record_function(_step_name(self._comm.health.step + 1)))
 
-    def _end_run(self) -> None:
-        if not self._comm.health.evaluates:
-            self._step.close()
-            self._timeline.end_step()
-            self._last = self._comm.health.step
-            self._begin_step()
+    def _end_step(self) -> None:
+        self._step.close()
+        self._timeline.end_step()
+        self._last = self._comm.health.step
+        self._begin_step()
 
     def abandon(self) -> None:
         """Ends the trace without a file and without the other towers. It does nothing if no trace is running."""
@@ -245,28 +244,26 @@ class TracedSteps(Tracing):
         super().__init__(comm, events, path)
         self._first, self._end = int(first), int(end)
         self._count = 0
-        events.end_run.append(self._count_run)
+        events.end_step.append(self._count_step)
         atexit.register(self._explain)
 
-    def _count_run(self) -> None:
-        if self._comm.health.evaluates:
-            return
+    def _count_step(self) -> None:
         self._count += 1
         if self._count == self._first - 1:
             self.start()
         elif self._count == self._end - 1:
             atexit.unregister(self._explain)
             trace = self.stop()
-            self._events.end_run.remove(self._count_run)
+            self._events.end_step.remove(self._count_step)
             if self._comm.index == 0:
                 print_while_terminal_lasts(trace)
             raise SystemExit(0)
 
     def start(self) -> None:
         """Starts the trace. The range of a step ends before steps are counted."""
-        self._events.end_run.remove(self._count_run)
+        self._events.end_step.remove(self._count_step)
         super().start()
-        self._events.end_run.append(self._count_run)
+        self._events.end_step.append(self._count_step)
 
     def _explain(self) -> None:
         self.abandon()  # a profiler that runs to the end of the process crashes it (torch 2.13)

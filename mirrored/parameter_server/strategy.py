@@ -113,7 +113,6 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         turn = itertools.cycle(range(servers))
         self._lay_out = functools.partial(lay_out, turn=turn, partitioner=variable_partitioner)
-        self.engine.records = True
         self._roots: list[nn.Module] = []
         self._additions: list[Any] = []  # Ray's references to objects that workers need before the next call
         rule = () if replicas_to_aggregate is None else (replicas_to_aggregate, staleness)

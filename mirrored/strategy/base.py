@@ -94,8 +94,9 @@ class Strategy(Records):
         show_in_traces(self.events)
         kinds = RunKinds(self.events, self.health)
         self.engine = Engine(self._distribution, options, training)
+        guarded = self._several or self.engine.virtual is not None or self.engine.local is not None
+        kinds.attach(self.engine, alone=not guarded)
         if self._several:
-            kinds.models = self.engine.recorder.models
             note_towers_of(self)
         self._trace_on_request()
 
@@ -181,6 +182,8 @@ class Strategy(Records):
         finally:
             self._runs_in = outer
         self.events.end_run()
+        if outer is None and not (self.health.evaluates or self.health.counted_by_script):
+            self.events.end_step()
         return result
 
     def _explain(self, error: BaseException, replica: ReplicaContext) -> None:

@@ -1,15 +1,23 @@
-"""Checks calls of a strategy's methods, above all ``run``, and determines whether a run trains."""
+"""Checks calls of a strategy's methods, above all ``run``, and determines whether a run trains.
+
+[Note: what trains on one tower] A run is a training step if an optimizer steps in it, or if it contains a backward. On
+one tower, nothing is attached to the model that would report a backward. There, the gradients are compared before and
+after a run, except for kinds of runs in which an optimizer has stepped, so an ordinary training step pays nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mirrored.context import current_frame
 from mirrored.events import Events
@@ -18,6 +26,8 @@ from mirrored.strategy.engine import Engine
 from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
 from towers.health.status import Health
+from towers.system.named import Named
+from towers.system.torch_private import disable_dynamo, version_of
 
 _RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """Types that a function returns before its body has run."""
@@ -74,34 +84,99 @@ class CheckedCalls:
 
 
 class RunKinds:
-    """Reports to ``health`` whether a starting run trains. The last run of the same kind decides.
-
-    Attributes:
-        models: returns the models that are mirrored, or will be. None on one tower, where each run counts as a step.
-    """
+    """Reports to ``health`` whether a starting run trains. The last run of the same kind decides."""
 
     def __init__(self, events: Events, health: Health) -> None:
-        self.models: Callable[[], Iterable[nn.Module]] | None = None
+        self._models: Callable[[], Iterable[nn.Module]] = tuple
         self._health = health
-        self._evaluates: dict[tuple[object, bool], bool] = {}
-        self._runs: list[tuple[object, bool] | None] = []  # the kinds of the current runs, which are nested
+        self._evaluates: dict[_Kind, bool] = {}
+        self._runs: list[_Run] = []  # the current ones, which are nested
+        self._alone = False
+        self._stepping: set[_Kind] = set()  # kinds of runs in which an optimizer steps
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
         events.begin_run.append(self._begin_run)
         events.end_run.append(self._end_run)
         events.failed.append(lambda error: self._runs.pop())
 
+    def attach(self, engine: Engine, *, alone: bool) -> None:
+        """Follows the models of an engine.
+
+        Args:
+            alone: whether nothing else reports backwards and steps; see [Note: what trains on one tower].
+        """
+        self._models, self._alone = engine.recorder.models, alone
+        if alone:
+            engine.events.mirrored.append(self._add)
+            _call_at_steps(weakref.ref(self))
+
     def _begin_run(self, fn: Callable[..., Any]) -> None:
-        self._runs.append(None)
-        self._runs[-1] = kind = _kind_of_run(fn, self.models()) if self.models is not None else None
-        self._health.begin_run(self._evaluates.get(kind, not kind[1]) if kind is not None else None)
+        kind = _kind_of_run(fn, self._models())
+        compares = self._alone and kind not in self._stepping
+        self._runs.append(_Run(kind, self._gradients() if compares else None))
+        self._health.begin_run(self._evaluates.get(kind, not kind[1]))
 
     def _end_run(self) -> None:
-        kind = self._runs.pop()
+        run = self._runs.pop()
+        if self._alone:
+            (self._stepping.add if run.steps else self._stepping.discard)(run.kind)
+            if run.gradients is None or self._have_changed(run.gradients):
+                self._health.train()
         self._health.end_run()
-        if kind is not None:
-            self._evaluates[kind] = self._health.evaluates
+        self._evaluates[run.kind] = self._health.evaluates
+
+    def _add(self, parameters: Iterable[Named]) -> None:
+        living = [reference for reference in self._parameters if reference() is not None]
+        self._parameters = living + [weakref.ref(named.tensor) for named in parameters]
+
+    def _gradients(self) -> _Gradients:
+        """Returns the gradients by parameter, with versions, which increase with each change of the values."""
+        parameters = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        gradients = [(id(p), p.grad) for p in parameters if p.grad is not None]
+        return {key: (weakref.ref(gradient), version_of(gradient)) for key, gradient in gradients}
+
+    def _have_changed(self, before: _Gradients) -> bool:
+        for key, (gradient, version) in self._gradients().items():
+            if key not in before or before[key][0]() is not gradient() or before[key][1] != version:
+                return True
+        return False
+
+    def step(self) -> None:
+        """Records that an optimizer steps."""
+        if self._runs:
+            self._runs[-1].steps = True
+            self._health.train()
 
 
-def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[object, bool]:
+_Kind = tuple[object, bool]
+_Gradients = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
+
+
+@dataclasses.dataclass
+class _Run:
+    """A call of ``run``.
+
+    Attributes:
+        gradients: those at its start, if they are compared at its end.
+        steps: whether an optimizer has stepped in it.
+    """
+
+    kind: _Kind
+    gradients: _Gradients | None
+    steps: bool = False
+
+
+def _call_at_steps(kinds: weakref.ref[RunKinds]) -> None:
+    """Calls the object at all optimizers' steps for as long as it exists."""
+
+    @disable_dynamo
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (living := kinds()) is not None:
+            living.step()
+
+    register_optimizer_step_pre_hook(before)
+
+
+def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> _Kind:
     """Returns the kind of a run. Whether the last run of this kind trained predicts whether this one does.
 
     Args:

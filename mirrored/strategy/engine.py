@@ -83,7 +83,6 @@ class Engine:
         virtual: the virtual towers, if there are any.
         local: counts local steps and synchronises parameters, if towers step independently.
         counter: counts backward passes, if checkpoints need their number.
-        records: whether modules that are created in the scope are recorded.
         recorder: the recorded modules and parameters.
         is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
@@ -160,7 +159,6 @@ class Engine:
             self._attach_to_several_towers(averager, training, transport)
         elif watch is not None or self.local is not None:
             events.mirrored.append(self.averager.add)
-        self.records = bool(events.mirrored)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")
         if self._several or self.virtual is not None or self.local is not None:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
@@ -208,11 +206,7 @@ class Engine:
     @contextlib.contextmanager
     def recording(self, sync_batch_norm: bool) -> Iterator[None]:
         """Records modules that are created inside the context."""
-        adopt = self._adopt(sync_batch_norm)
-        if not self.records:
-            yield
-            return
-        self.recorder.start(adopt)
+        self.recorder.start(self._adopt(sync_batch_norm))
         try:
             yield
         finally:
@@ -225,9 +219,8 @@ class Engine:
             for layer in module.modules():
                 adopt(layer)
         self._prepare_metrics(module)
-        if self.records:
-            self.recorder.add(module)
-            self.events.recorded()
+        self.recorder.add(module)
+        self.events.recorded()
 
     def _adopt(self, sync_batch_norm: bool) -> Callable[[nn.Module], None] | None:
         """Returns a function that makes a layer normalise over the global batch, or None if that is not needed.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 from torch._utils import ExceptionWrapper
 from torch.distributed import FileStore, PrefixStore
 
@@ -29,7 +32,8 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
     places = [str(seen.read())]
     health.enter("loading data")
     places.append(str(seen.read()))
-    health.begin_run(None)
+    health.begin_run(False)
+    health.train()
     with health.at("reduce('sum')"):
         places.append(str(seen.read()))
     with pytest.raises(OSError), health.during("writing the checkpoint — " + "x" * 100):
@@ -130,12 +134,74 @@ def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
     assert str(health.status) == "after step 20"
     steps = []
     for run in range(1, 5):
-        health.begin_run(None)
+        health.begin_run(False)
+        health.train()
         steps.append(health.step)
         health.end_run()
         if run % 2 == 0:
             health.count(20 + run // 2)
     assert steps == [21, 22, 22, 22]  # each run is a step until the script has counted
+
+
+def counted(strategy: mirrored.Strategy) -> list[tuple[int, bool]]:
+    """The number of steps after each run, and whether the run was none, of loops of many kinds."""
+    with strategy.scope():
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apart = torch.optim.SGD(other.parameters(), lr=0.1)
+    counts: list[tuple[int, bool]] = []
+
+    def run(fn: Callable[..., object], *args: object) -> None:
+        strategy.run(fn, args)
+        counts.append((strategy.health.step, strategy.health.evaluates))
+
+    def forward(layer: nn.Module = model) -> torch.Tensor:
+        loss: torch.Tensor = layer(torch.ones(1, 2)).sum()
+        return loss
+
+    def step(trains: bool) -> None:
+        optimizer.zero_grad()
+        loss = forward()
+        if trains:
+            loss.backward()
+            optimizer.step()
+
+    def accumulate(steps: bool) -> None:
+        forward().backward()
+        if steps:
+            optimizer.step()
+
+    def look() -> None:
+        forward()
+
+    def clear() -> None:
+        optimizer.zero_grad()
+        apart.zero_grad()
+
+    run(look)  # in training mode, with gradients, before anything was trained
+    for trains in (True, True, False, True, False, False):
+        model.train(trains)
+        other.train(trains)
+        run(step, trains)
+    model.train()
+    for steps in (False, False, True, False, True):
+        run(accumulate, steps)
+    for _ in range(2):
+        run(lambda: forward(other).backward())
+        apart.step()  # outside
+        run(look)
+        run(clear)
+    with torch.no_grad():
+        run(look)
+    return counts
+
+
+def test_one_tower_counts_the_steps_of_several() -> None:
+    [alone] = towers(counted, count=1)
+    assert towers(counted) == [alone] * 2
+    evaluates = [evaluates for _, evaluates in alone]
+    assert evaluates == [True, False, False, True, False, True, True, *[False] * 5, *[False, True, True] * 2, True]
+    assert [step for step, _ in alone] == list(itertools.accumulate(not each for each in evaluates))
 
 
 def train_and_evaluate(strategy: mirrored.Strategy, folder: str, at: int) -> tuple[list[str], str]:

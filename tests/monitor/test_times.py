@@ -171,7 +171,7 @@ def test_waiting_is_what_towers_spend_beyond_the_last_one_in_each_step() -> None
     assert report.slowest_by_ms == pytest.approx(0.0)
 
 
-def evaluations_are_left_out(strategy: mirrored.Strategy) -> Report | None:
+def evaluations_are_left_out(strategy: mirrored.Strategy, gradients: bool) -> Report | None:
     now = [time.monotonic()]  # of this tower alone
 
     def spend(seconds: float) -> None:
@@ -194,19 +194,21 @@ def evaluations_are_left_out(strategy: mirrored.Strategy) -> Report | None:
         spend(1.0)
         return len(x)
 
-    for batch in train:
+    for number, batch in enumerate(train):
         strategy.run(step, args=(batch,))
-        with torch.no_grad():
-            for examples in test:
+        with torch.set_grad_enabled(gradients):  # with gradients, the first evaluation seems to train
+            for examples in test if number > 0 else ():  # the first step is not measured
                 strategy.reduce("sum", strategy.run(test_step, args=(examples,)))
                 spend(0.25)
         monitor.step()
     return monitor.report
 
 
-def test_runs_that_evaluate_are_left_out_by_themselves() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_runs_that_evaluate_are_left_out_by_themselves(count: int, gradients: bool) -> None:
     """Their examples, too."""
-    for report in towers(evaluations_are_left_out):
+    for report in towers(evaluations_are_left_out, gradients, count=count):
         assert report.step_ms == pytest.approx(500.0)
         assert report.examples_per_second == pytest.approx(8.0)
         assert report.loss is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 
@@ -78,3 +79,108 @@ def test_wrong_steps_are_refused(steps: str, capsys: pytest.CaptureFixture[str])
         cli.main(["trace", __file__, f"--steps={steps}"])
     assert ended.value.code == 2
     assert f"--steps is {steps}, but must be START:STOP" in capsys.readouterr().err
+
+
+KERAS = """\
+import mirrored.keras  # isort: split
+
+import keras
+import numpy as np
+
+import mirrored
+
+strategy = mirrored.MirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((12, 4), "float32")
+told = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: print("batch", batch))
+model.fit(x, x[:, :1], batch_size=6, epochs=4, validation_data=(x, x[:, :1]), callbacks=[told], verbose=0)
+"""
+
+LIGHTNING = """\
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from mirrored.lightning import MirroredLightningStrategy
+
+
+class Model(L.LightningModule):
+    automatic_optimization = {automatic}
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        loss = self.layer(batch).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def validation_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def on_train_batch_end(self, *args):
+        print("batch", self.global_step)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+plain = {{"enable_checkpointing": False, "enable_model_summary": False, "logger": False, "enable_progress_bar": False}}
+trainer = L.Trainer(strategy=MirroredLightningStrategy(), max_epochs=4, accumulate_grad_batches={batches}, **plain)
+data = DataLoader(torch.ones(24, 4), 12 // {batches})
+trainer.fit(Model(), data, data)
+"""
+
+RUNS = """\
+import torch
+import mirrored
+
+strategy = mirrored.MirroredStrategy()
+with strategy.scope():
+    models = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+checkpoints = mirrored.CheckpointManager(strategy, "folder", {"model": models[0]})
+
+
+def train(number):
+    models[number](torch.ones(2, 4)).sum().backward()
+    optimizers[number].step()
+
+
+for batch in range(8):
+    strategy.run(train, args=(0,))
+    if batch > 0:
+        strategy.run(train, args=(1,))
+    checkpoints.step()
+    print("batch", batch)
+"""
+
+LOOPS = {
+    "Keras": (KERAS, 3),
+    "Lightning": (LIGHTNING.format(automatic=True, batches=1), 3),
+    "Lightning, accumulating": (LIGHTNING.format(automatic=True, batches=2), 7),
+    "Lightning, manual optimization": (LIGHTNING.format(automatic=False, batches=1), 3),
+    "two runs in a step": (RUNS, 3),
+}
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_counts_the_same_steps(loop: str, towers: int, tmp_path: pathlib.Path) -> None:
+    """Evaluations are none, a step of a library is one, and so are the runs between two calls of a manager."""
+    script, batches = LOOPS[loop]
+    if script is not RUNS and importlib.util.find_spec(loop.partition(",")[0].lower()) is None:
+        pytest.skip("scripts/test --extras has it")
+    (tmp_path / "train.py").write_text(script)
+    words = ["mirrored", "trace", "--towers", str(towers), "train.py", "--steps", "3:5", "--output", "out.json"]
+    ended = run_command(words, cwd=str(tmp_path), code=0)
+    assert "trace of steps 3 to 4" in ended.stdout
+    assert ended.stdout.count("batch") == batches  # of the chief; the script ends at the end of step 4
+    for found in by_tower(tmp_path / "out.json").values():
+        steps = [event["name"] for event in found if event["name"].startswith("mirrored::step")]
+        assert steps == ["mirrored::step 3", "mirrored::step 4"]

@@ -174,9 +174,10 @@ class Health:
     Attributes:
         run: the number of runs (calls of ``strategy.run``) that have started. Towers match their backward passes by it.
         step: the running training step, or the last one if none runs. Users see this number, also in checkpoints. A run
-            is a training step if it has a backward or an optimizer's step; on one tower, every run is.
+            is a training step if it has a backward or an optimizer's step.
         evaluates: whether the present run, or the last one if none runs, is not a training step, as far as is known.
         phase: the tower's phase; empty while it is in the script's own code.
+        counted_by_script: whether the script counts training steps itself, so that several runs may be one.
         loops: the number of loops over distributed data that have started.
         batches: the newest batch that the main thread has taken, for each loop over distributed data. A batch that
             another thread takes ahead does not show the script's position.
@@ -207,7 +208,7 @@ class Health:
         self._running = False
         self._trains = False
         self._done = 0  # training steps
-        self._counted_by_script = False
+        self.counted_by_script = False
 
     @classmethod
     def of_this_tower(cls, phase: str) -> Health:
@@ -227,16 +228,16 @@ class Health:
         for follow in self.followers:
             follow(phase)
 
-    def begin_run(self, evaluates: bool | None) -> None:
+    def begin_run(self, evaluates: bool) -> None:
         """Records the start of a run.
 
         Args:
-            evaluates: whether it does not seem to be a training step. None: it counts as one in any case.
+            evaluates: whether it does not seem to be a training step.
         """
         self.run += 1
-        self.evaluates = bool(evaluates)
+        self.evaluates = evaluates
         self.step = self._done + (not evaluates)
-        self._running, self._trains = True, evaluates is None
+        self._running, self._trains = True, False
         self.enter(IN_EVALUATION if evaluates else IN_STEP)
 
     def train(self) -> None:
@@ -256,7 +257,7 @@ class Health:
         self.evaluates = not self._trains
         if self.evaluates:
             self.step = self._done
-        elif not self._counted_by_script:
+        elif not self.counted_by_script:
             self._done = self.step
         self.enter("")
 
@@ -268,7 +269,7 @@ class Health:
     def count(self, steps: int) -> None:
         """Uses the script's own count of training steps from now on."""
         self.go_on_after(steps)
-        self._counted_by_script = True
+        self.counted_by_script = True
 
     def watch(self, communicator: Counted) -> None:
         """Reports to the other towers how many collectives of ``communicator`` this tower has started."""

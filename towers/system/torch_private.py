@@ -55,6 +55,11 @@ def queue_callback(call: Callable[[], None]) -> None:
     (public or torch.autograd.Variable._execution_engine.queue_callback)(call)  # type: ignore[attr-defined]
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns a number that every change of a tensor's values increases, also one by autograd. torch documents it."""
+    return tensor._version
+
+
 def last_gradient_hook(parameter: Tensor) -> int:
     """Returns the id of the hook that runs last after a gradient's accumulation; torch shows the order nowhere else."""
     last: int = next(reversed(parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
