@@ -10,6 +10,9 @@ example counts once if shares do not overlap. Empty shares cause three problems:
 
 torchmetrics has interfaces for the first two, ``update`` and ``dist_sync_fn``.
 
+[Note: values that depend on the split] Some metrics of torchmetrics 1.9 have a value that depends on how examples are
+split into updates, also on one device. They are refused where it would differ. ``BootStrapper`` draws random numbers.
+
 [Note: lists are gathered at once] The third problem is fixed in ``_sync_dist``, which calls ``dist_sync_fn`` for every
 entry of a list. That name is private to torchmetrics, but ``dist_sync_fn`` cannot find out which state an entry belongs
 to.
@@ -39,8 +42,13 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
     """Makes the metrics in ``module``, which may itself be a metric, accept empty shares and stand-ins."""
     for _, updated in _metrics_in(module, "Metric", "MetricCollection"):
         if getattr(updated.update, "func", None) is not _update:
-            updated.update = functools.partial(_update, updated.update, always=_is_wrapper(updated))
+            updated.update = functools.partial(_update, updated.update, updated)
     for path, metric in _metrics_in(module):
+        if _is_a(metric, "NormalizedRootMeanSquaredError"):
+            raise ValueError(
+                "torchmetrics does not combine the statistics of NormalizedRootMeanSquaredError correctly over several "
+                "processes: divide the value of MeanSquaredError(squared=False) by the value that normalises it"
+            )
         if not isinstance(metric.dist_sync_fn, GatherStates):
             metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(metric).__name__, path))))
             metric._sync_dist = functools.partial(_sync_dist, metric)
@@ -116,25 +124,59 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "the values given to a metric")
 
 
-def _is_wrapper(metric: Any) -> bool:
-    """Returns whether a metric counts its updates, or computes in ``forward``, and leaves examples to another metric.
+_COUNTING = ("Running", "MinMaxMetric")
 
-    ``Running`` keeps the last updates, one of which may be that of an empty share. ``MinMaxMetric`` computes in
-    ``forward``, which is a collective of the inner metric.
+
+def _update(update: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the ``update`` of a metric or collection. Without examples it does nothing, except for wrappers.
+
+    ``Running`` keeps the last updates, one of which may be that of an empty share, and ``MinMaxMetric`` leaves the
+    examples to another metric. They are updated in any case. In a collection, the others are not: from the first
+    update, it infers which of them have equal states.
+
+    Raises:
+        ValueError: see [Note: values that depend on the split].
     """
-    return _is_a(metric, "Running", "MinMaxMetric")
+    if not _is_a(metric, *_COUNTING) and _has_no_examples(args, kwargs):
+        for own in metric.values(copy_state=False) if _is_a(metric, "MetricCollection") else ():
+            if _is_a(own, *_COUNTING):
+                own.update(*args, **kwargs)
+        return None
+    if _is_a(metric, "BinaryFairness", "BinaryGroupStatRates", "MultilabelRankingLoss"):
+        _check_split(metric, *args, **kwargs)
+    return update(*args, **kwargs)
 
 
-def _update(update: Callable[..., Any], *args: Any, always: bool = False, **kwargs: Any) -> Any:
-    """Calls the ``update`` of a metric or collection. Without examples it does nothing, except for wrappers."""
-    return None if not always and _has_no_examples(args, kwargs) else update(*args, **kwargs)
+def _check_split(metric: Any, preds: Any, target: Any, groups: Any = None) -> None:
+    """Checks that the value of a metric does not depend on the examples that are in the same update."""
+    if groups is not None:
+        problem = "an example of each group" if len(torch.unique(groups)) < metric.num_groups else None
+    else:
+        relevant = target.eq(1).sum(1)
+        mixed = (relevant > 0) & (relevant < target.shape[1])
+        problem = None if mixed.any() else "an example that has some of the labels, but not all"
+    if problem is not None:
+        name = type(metric).__name__
+        raise ValueError(
+            f"the value of {name} depends on how its examples are split into updates, unless each update contains "
+            f"{problem}. This tower's share does not: pass strategy.gather(...) of the arguments to "
+            f"{name}(sync_on_compute=False)"
+        )
 
 
 def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a metric's ``forward``. Without examples, it returns NaN and leaves the metric unchanged."""
-    if not _is_wrapper(metric) and _has_no_examples(args, kwargs):
+    """Calls a metric's ``forward``. Without examples, it returns NaN and leaves the metric unchanged.
+
+    Some wrappers compute in ``forward``, which is a collective of the metrics in them.
+    """
+    if not _is_a(metric, *_COUNTING, "BootStrapper") and _has_no_examples(args, kwargs):
         return torch.full((), torch.nan, device=metric.device)
-    return type(metric).forward(metric, *args, **kwargs)
+    try:
+        return type(metric).forward(metric, *args, **kwargs)
+    except Exception as error:
+        name = type(metric).__name__
+        error.add_note(f"mirrored: {name}(...) computes the value of this tower's share. {name}.update(...) does not")
+        raise
 
 
 def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = None) -> None:
@@ -142,7 +184,8 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = No
 
     See [Note: lists are gathered at once]. Lists of tensors that are not to be concatenated (``dist_reduce_fx`` is None
     or a custom function) are gathered at once, with all entries. The result contains the first entries of all towers in
-    tower order, then the second entries, and so on. torchmetrics does the same with lists of equal length.
+    tower order, then the second entries, and so on. torchmetrics does the same with lists of equal length. The rows of
+    concatenated lists have this order, too, which is that of the examples if each update adds one entry.
 
     Raises:
         DisagreementError: on all towers: they make different calls.
@@ -154,15 +197,21 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = No
         for name, value in metric.metric_state.items()
         if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
     }
-    gathered = {}
-    if uncatenated and isinstance(dist_sync_fn, GatherStates):
-        gathered = dist_sync_fn.gather_lists(uncatenated, metric.device)
+    lists = {name: value for name, value in metric.metric_state.items() if isinstance(value, list)}
+    lengths = {name: [_rows(entry) for entry in value] for name, value in lists.items() if name not in uncatenated}
+    gathered, orders = {}, dict[str, Tensor]()
+    if isinstance(dist_sync_fn, GatherStates):
+        gathered = dist_sync_fn.gather_lists(uncatenated, metric.device) if uncatenated else {}
+        orders = dist_sync_fn.orders(lengths) if lengths else {}
     for name in gathered:
         setattr(metric, name, [])
     type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
     for name, entries in gathered.items():
         reduce = metric._reductions[name]
         setattr(metric, name, entries if reduce is None or not entries else reduce(entries))
+    for name, order in orders.items():
+        if isinstance(rows := getattr(metric, name), Tensor) and len(rows) == len(order):
+            setattr(metric, name, rows[order.to(rows.device)])
 
 
 class GatherStates:
@@ -207,8 +256,35 @@ class GatherStates:
         rows = {name: itertools.zip_longest(*(lists_of_tower[name] for lists_of_tower in towers)) for name in common}
         return {name: [entry for row in rows[name] for entry in row if entry is not None] for name in common}
 
+    def orders(self, lengths: Mapping[str, list[int]]) -> dict[str, Tensor]:
+        """Returns the order of rows, stored tower by tower, in which towers' first entries come first, and so on.
+
+        Args:
+            lengths: the rows of each entry of this tower's lists.
+        """
+        towers = announce(self._comm, self._call, dict(lengths))
+        found = {}
+        for name in lengths:
+            firsts = itertools.accumulate((sum(tower[name]) for tower in towers), initial=0)
+            entries = [
+                (number, first + start, rows)
+                for first, tower in zip(firsts, towers, strict=False)
+                for number, (start, rows) in enumerate(zip(_starts(tower[name]), tower[name], strict=True))
+            ]
+            pieces = [torch.arange(at, at + rows, device="cpu") for _, at, rows in sorted(entries)]
+            found[name] = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
+        return found
+
     def __deepcopy__(self, memo: object) -> GatherStates:
         return self
+
+
+def _rows(entry: Any) -> int:
+    return len(entry) if isinstance(entry, Tensor) and entry.dim() else 1
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=0))[:-1]
 
 
 def _unpacked(announcement: Announcement, device: torch.device) -> dict[str, list[Tensor]]:
