@@ -3,7 +3,8 @@
 See [Note: examples are weighted] in :mod:`mirrored.keras`. Three of Keras' reductions are not a mean over examples:
 ``"sum"``; ``"mean_with_sample_weight"``, which divides by the sum of the weights; and means over the entries that a
 mask keeps. For the last two, the towers add up the divisor, in one small collective per such loss in a step.
-Regularisers of activities are sums in Keras 3.13, and means in later versions.
+Regularisers of activities are sums in Keras 3.13, and means in later versions. A loss that compares the examples of a
+batch with each other is refused.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduct
     sample_weight = keras.ops.cast(sample_weight, dtype)
     weight, sample_weight = keras_losses.squeeze_or_expand_to_same_rank(weight, sample_weight)
     return sample_weight * weight
+
+
+@around(keras.losses.Circle, "call")
+def _circle(original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    if current() is not None:
+        raise ValueError(
+            "keras.losses.Circle compares all examples of a batch with each other, but each tower has only its share "
+            "of them: train with one tower, or gather the embeddings of all towers in a custom loop"
+        )
+    return original(loss, *args, **kwargs)
 
 
 if SUMS_ACTIVITIES:

@@ -1,0 +1,42 @@
+"""Every metric and loss of the installed Keras: the numbers of one tower, or an error that names it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.keras import every
+from tests.support.jobs import launch
+
+pytestmark = pytest.mark.extended
+
+REFUSED = {"Circle"}
+
+
+@functools.cache
+def of_one_tower(which: str) -> dict[tuple[str, int], Any]:
+    [found] = launch(every.results, which, count=1)
+    return dict(found)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("which", "tried"), [("metrics", 41), ("losses", 22)])
+def test_every_metric_and_loss_has_the_numbers_of_one_tower_or_is_refused(which: str, tried: int, count: int) -> None:
+    alone = of_one_tower(which)
+    assert len({name for name, _ in alone}) >= tried  # of Keras 3.15
+    assert not [place for place, value in alone.items() if isinstance(value, str)]
+    for found in launch(every.results, which, count=count):
+        for place, expected in alone.items():
+            if place[0] in REFUSED:
+                assert f"keras.losses.{place[0]} compares" in found[place]
+            else:
+                np.testing.assert_allclose(
+                    _numbers(found[place]), _numbers(expected), rtol=1e-7, atol=1e-9, err_msg=str(place)
+                )
+
+
+def _numbers(values: Any) -> Any:
+    return np.concatenate([np.ravel(np.asarray(value, dtype="float64")) for value in values])
