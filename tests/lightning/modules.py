@@ -179,29 +179,40 @@ def together(folder: str) -> dict[str, Any]:
 
 
 class Logging(L.LightningModule):
-    """Logs numbers of a batch in every way of reducing them."""
+    """Logs numbers of a batch in every way of reducing them, in training and in validation."""
 
-    def __init__(self) -> None:
+    def __init__(self, automatic: bool) -> None:
         super().__init__()
+        self.automatic_optimization = automatic
         self.layer = seeded(lambda: nn.Linear(1, 1)).double()
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        x = batch[0]
+        loss = self.layer(batch[0]).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.log_numbers(batch[0], "")
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.log_numbers(batch[0], "val_")
+
+    def log_numbers(self, x: torch.Tensor, prefix: str) -> None:
         ways = {"sum": x.sum(), "max": x.max(), "min": x.min(), "mean": x.mean()}
+        how = {"sync_dist": True, "on_step": True, "on_epoch": True}
         for name, value in ways.items():
-            self.log(name, value, sync_dist=True, reduce_fx=name, on_step=False, on_epoch=True, batch_size=len(x))
-        self.log_dict({"total": float(x.sum())}, sync_dist=True, reduce_fx=torch.sum, on_step=False, on_epoch=True)
-        return self.layer(x).square().mean()
+            self.log(prefix + name, value, reduce_fx=name, batch_size=len(x), **how)
+        self.log_dict({f"{prefix}total": float(x.sum())}, reduce_fx=torch.sum, **how)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def logged() -> dict[str, float]:
+def logged(automatic: bool) -> dict[str, float]:
     """What an epoch of five examples, from 1 to 5, in batches of 4 logs."""
     strategy = MirroredLightningStrategy(seed=0)
     data = DataLoader([(torch.tensor([float(i)]).double(),) for i in range(1, 6)], BATCH)
-    model, plain = Logging(), {"enable_checkpointing": False, "enable_model_summary": False}
+    model, plain = Logging(automatic), {"enable_checkpointing": False, "enable_model_summary": False}
     trainer = L.Trainer(strategy=strategy, max_epochs=1, enable_progress_bar=False, logger=False, **plain)
-    trainer.fit(model, data)
+    trainer.fit(model, data, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

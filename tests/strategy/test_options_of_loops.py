@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mirrored.keras  # isort: split
 
+import functools
 import importlib.util
 import pathlib
 import re
@@ -126,7 +127,7 @@ def fit(strategy: mirrored.Strategy, training: Training) -> None:
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[told])
 
 
-def lightning(strategy: mirrored.Strategy, training: Training) -> None:
+def lightning(strategy: mirrored.Strategy, training: Training, automatic: bool = True) -> None:
     import lightning as L
 
     from mirrored.lightning import MirroredLightningStrategy
@@ -134,10 +135,16 @@ def lightning(strategy: mirrored.Strategy, training: Training) -> None:
     class Module(L.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
+            self.automatic_optimization = automatic
             self.model = _model()
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-            return (self.model(batch[0]) - batch[1]).square().mean()
+            loss = (self.model(batch[0]) - batch[1]).square().mean()
+            if not automatic:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
 
         def on_train_batch_end(self, *args: object) -> None:
             training.stepped(strategy, self.model[0].weight)
@@ -157,6 +164,7 @@ LOOPS = {
     "`train_and_evaluate`": train_and_evaluate,
     "Keras' `fit`": fit,
     "Lightning": lightning,
+    "Lightning, manual optimization": functools.partial(lightning, automatic=False),
 }
 
 
@@ -187,7 +195,8 @@ def table() -> dict[tuple[str, str], str]:
         for row in rows
         for option in re.findall(r"`(\w+)`", row[0])
         for title, cell in zip(head[1:], row[1:], strict=True)
-        for loop in title.split(", ")
+        for loop in LOOPS
+        if loop.split(", ")[0] in title.split(", ")
     }
 
 
@@ -200,7 +209,7 @@ def test_the_table_has_every_cell() -> None:
 
 @pytest.mark.parametrize(("option", "loop"), CELLS)
 def test_an_option_is_honoured_or_refused(option: str, loop: str) -> None:
-    if loop == "Lightning" and importlib.util.find_spec("lightning") is None:
+    if loop.startswith("Lightning") and importlib.util.find_spec("lightning") is None:
         pytest.skip("scripts/test --extras has it")
     if CELLS[option, loop] == "error":
         said = text_of(Exception, run, option, loop)
