@@ -2,7 +2,8 @@
 
 [Note: what trains on one tower] A run is a training step if an optimizer steps in it, or if it contains a backward. On
 one tower, nothing is attached to the model that would report a backward. There, the gradients are compared before and
-after a run, except for kinds of runs in which an optimizer has stepped, so an ordinary training step pays nothing.
+after a run. This is left out where gradients are off, and for kinds of runs in which an optimizer has stepped, so an
+ordinary step of training or evaluation pays nothing.
 """
 
 from __future__ import annotations
@@ -111,16 +112,17 @@ class RunKinds:
 
     def _begin_run(self, fn: Callable[..., Any]) -> None:
         kind = _kind_of_run(fn, self._models())
-        compares = self._alone and kind not in self._stepping
+        compares = self._alone and torch.is_grad_enabled() and kind not in self._stepping
         self._runs.append(_Run(kind, self._gradients() if compares else None))
         self._health.begin_run(self._evaluates.get(kind, not kind[1]))
 
     def _end_run(self) -> None:
         run = self._runs.pop()
         if self._alone:
-            (self._stepping.add if run.steps else self._stepping.discard)(run.kind)
-            if run.gradients is None or self._have_changed(run.gradients):
+            stepping = run.kind in self._stepping  # assumed to train, even if it has not stepped this time
+            if stepping or (run.gradients is not None and self._have_changed(run.gradients)):
                 self._health.train()
+            (self._stepping.add if run.steps else self._stepping.discard)(run.kind)
         self._health.end_run()
         self._evaluates[run.kind] = self._health.evaluates
 
