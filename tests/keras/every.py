@@ -1,4 +1,4 @@
-"""Every metric and loss of the installed Keras, each in a model. The last batch is full, or has one example."""
+"""Every metric and loss of Keras, and layers with state, each in a model. The last batch has 9 examples, or one."""
 
 from __future__ import annotations
 
@@ -118,13 +118,76 @@ def _loss(strategy: mirrored.Strategy, name: str, made: type, size: int) -> Any:
     return [*history, tested, *model.layers[0].kernel.numpy().flatten().tolist()]
 
 
+class Total(layers.Layer):
+    """Adds up its inputs in training."""
+
+    def build(self, shape: Any) -> None:
+        self.total = self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation="sum")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.total.assign(self.total + keras.ops.sum(x))
+        return x
+
+
+class SelfAttention(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 3)
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(shape, shape)
+
+    def call(self, x: Any) -> Any:
+        return self.attention(x, x)
+
+
+def _adapted() -> Any:
+    layer = layers.Normalization()
+    layer.adapt(data_of("", 54)[0])
+    return layer
+
+
+LAYERS: dict[str, Callable[[], list[Any]]] = {
+    "BatchNormalization": lambda: [layers.Dense(4), layers.BatchNormalization()],
+    "SpectralNormalization": lambda: [layers.SpectralNormalization(layers.Dense(4))],
+    "Normalization": lambda: [_adapted()],
+    "LayerNormalization": lambda: [layers.Dense(4), layers.LayerNormalization()],
+    "GroupNormalization": lambda: [layers.Dense(4), layers.GroupNormalization(2)],
+    "RMSNormalization": lambda: [layers.Dense(4), layers.RMSNormalization()],
+    "UnitNormalization": lambda: [layers.Dense(4), layers.UnitNormalization()],
+    "LSTM": lambda: [layers.Reshape((3, 2)), layers.LSTM(4)],
+    "Bidirectional": lambda: [layers.Reshape((3, 2)), layers.Bidirectional(layers.GRU(4))],
+    "attention": lambda: [layers.Reshape((3, 2)), SelfAttention(), layers.Flatten()],
+    "Embedding": lambda: [layers.Discretization([-1.0, 0.0, 1.0]), layers.Embedding(5, 3), layers.Flatten()],
+    "penalties": lambda: [layers.Dense(4, activity_regularizer="l2"), layers.ActivityRegularization(l2=0.1)],
+    "PReLU": lambda: [layers.Dense(4), layers.PReLU()],
+    "a sum": lambda: [Total()],
+}
+
+
+def _layer(strategy: mirrored.Strategy, name: str, make: Callable[[], list[Any]], size: int) -> Any:
+    """Losses of two epochs, an evaluation, predictions, and all variables, with averaged weights."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    x, y = data_of("0 or 1", size)
+    with strategy.scope(sync_batch_norm=True):
+        model = keras.Sequential([layers.Input((6,)), *make(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, use_ema=True), "mse")
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+    found = [*history, model.evaluate(x, y, batch_size=BATCH, verbose=0)]
+    found += [model.predict(x, batch_size=BATCH, verbose=0).tolist()]
+    return found + [variable.numpy().tolist() for variable in model.variables if "seed" not in variable.path]
+
+
 def results(which: str) -> dict[tuple[str, int], Any]:
-    """The values of each metric, or the losses and weights of each loss: numbers, or the text of an error."""
+    """The values of each metric, or the losses and weights of each loss or layer: numbers, or the text of an error."""
     in_float64()
     strategy = mirrored.MirroredStrategy(seed=0)
     found: dict[tuple[str, int], Any] = {}
-    value_of: Callable[..., Any] = _metric if which == "metrics" else _loss
-    for name, made in classes_of(getattr(keras, which)).items():
+    value_of: Callable[..., Any] = {"metrics": _metric, "losses": _loss, "layers": _layer}[which]
+    tried = LAYERS if which == "layers" else classes_of(getattr(keras, which))
+    for name, made in tried.items():
         for size in SIZES:
             try:
                 found[name, size] = value_of(strategy, name, made, size)

@@ -1,4 +1,4 @@
-"""Every metric and loss of the installed Keras: the numbers of one tower, or an error that names it."""
+"""Every metric and loss of the installed Keras, and layers with state: as on one tower, or refused by name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def of_one_tower(which: str) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize(("which", "tried"), [("metrics", 41), ("losses", 22)])
-def test_every_metric_and_loss_has_the_numbers_of_one_tower_or_is_refused(which: str, tried: int, count: int) -> None:
+@pytest.mark.parametrize(("which", "tried"), [("metrics", 41), ("losses", 22), ("layers", 14)])
+def test_each_has_the_numbers_of_one_tower_or_is_refused(which: str, tried: int, count: int) -> None:
     alone = of_one_tower(which)
     assert len({name for name, _ in alone}) >= tried  # of Keras 3.15
     assert not [place for place, value in alone.items() if isinstance(value, str)]
