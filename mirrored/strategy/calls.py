@@ -111,10 +111,11 @@ class RunKinds:
             _call_at_steps(weakref.ref(self))
 
     def _begin_run(self, fn: Callable[..., Any]) -> None:
-        kind = _kind_of_run(fn, self._models())
-        compares = self._alone and torch.is_grad_enabled() and kind not in self._stepping
-        self._runs.append(_Run(kind, self._gradients() if compares else None))
-        self._health.begin_run(self._evaluates.get(kind, not kind[1]))
+        self._runs.append(run := _Run((fn, False)))  # first, because a failure removes it
+        run.kind = _kind_of_run(fn, self._models())
+        if self._alone and torch.is_grad_enabled() and run.kind not in self._stepping:
+            run.gradients = self._gradients()
+        self._health.begin_run(self._evaluates.get(run.kind, not run.kind[1]))
 
     def _end_run(self) -> None:
         run = self._runs.pop()
@@ -163,7 +164,7 @@ class _Run:
     """
 
     kind: _Kind
-    gradients: _Gradients | None
+    gradients: _Gradients | None = None
     steps: bool = False
 
 
