@@ -142,10 +142,10 @@ class Program:
 
 
 def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
-    """The environment of a program that a test starts, with changes."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
-    variables.pop("PYTEST_CURRENT_TEST", None)
-    return variables
+    """The environment of a program that a test starts, with changes; without what pytest and Keras have set here."""
+    set_here = ("PYTEST_CURRENT_TEST", "KERAS_BACKEND")
+    variables = {name: value for name, value in os.environ.items() if name not in set_here}
+    return {**variables, "OMP_NUM_THREADS": "1", **(changes or {})}
 
 
 def start_program(words: Sequence[str], *, before: Sequence[str] = (), **settings: Any) -> Program:
