@@ -47,8 +47,8 @@ class Events:
         after_step: ``(optimizer)`` has stepped. Inside ``run``, this includes optimizers of parameters that no scope
             mirrored.
         end_run: ``()``: the function has returned.
-        end_step: ``()``: a training step has ended, outside ``run``. A run that trains is a step, except in Lightning,
-            where a step ends when its optimizers have stepped.
+        end_step: ``()``: a training step has ended, outside ``run``: at the end of a run that trains, in
+            ``CheckpointManager.step()`` if the script calls it, or in Lightning after the steps of the optimizers.
         failed: ``(error)``: the function, or the code before it, has raised an exception.
         saved: ``(name)``: a checkpoint of this name was taken. It may not be on disk yet.
         check: ``(call)``: all towers must be compared now. ``call`` describes the operation in progress in messages.

@@ -7,8 +7,8 @@ tolerance, because processors may round differently.
 
 [Note: augmentation is not compared] A map-style dataset may augment examples with a generator that the strategy does
 not seed; each example is used once, so this is right. Its examples are therefore loaded twice, and only the leaves that
-are equal both times, bit for bit, are compared. A random flip is often equal twice. So before a difference is an error,
-the examples are loaded so often that every leaf that varies has varied.
+are equal both times, bit for bit, are compared. A random flip is often equal twice. Before a difference is an error,
+the examples are therefore loaded 32 times, in which a leaf that varies has almost certainly varied.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _RELATIVE, _ABSOLUTE = 1e-3, 1e-6  # tolerances
 _NUMBERS = 64  # of an array that are compared
 _LEAVES = 256  # of an example that are compared
 _DIGESTED = 1 << 20  # bytes of an array of whole numbers that is compared completely
+
+LOADS, LOADS_BEFORE_AN_ERROR = 2, 32
+"""The number of times that an example is loaded to describe it, see [Note: augmentation is not compared]."""
 
 Contents = list[Any]
 """The description of an example: a JSON value for each leaf. None is not compared."""
@@ -117,9 +120,9 @@ def gather(comm: Communicator, data: str, described: Sequence[Contents]) -> list
     return announce(comm, f"the examples of {data}", list(described))
 
 
-def differ(towers: Sequence[Any]) -> bool:
-    """Returns whether the descriptions of towers differ."""
-    return not all(_same(other, towers[0]) for other in towers)
+def tower_that_differs(towers: Sequence[Any]) -> int | None:
+    """Returns the first tower whose descriptions are not those of tower 0, or None if all are equal."""
+    return next((tower for tower, other in enumerate(towers) if not _same(other, towers[0])), None)
 
 
 def compare(towers: Sequence[Any], data: str) -> None:
@@ -128,15 +131,14 @@ def compare(towers: Sequence[Any], data: str) -> None:
     Raises:
         DisagreementError: they differ.
     """
-    for tower, other in enumerate(towers):
-        if not _same(other, towers[0]):
-            raise DisagreementError(
-                f"tower {tower} and tower 0 load different examples in {data}, although each takes its share of the "
-                "same data, so some examples would be used twice and others not at all. Likely causes: data that the "
-                "script has already split by tower (distribute_dataset splits them); random numbers "
-                "that were drawn before the strategy was created; a generator without a fixed seed "
-                "(numpy.random.default_rng(), torch.Generator); the order of a set; files or numbers that each tower "
-                "chooses or creates by itself. Create the strategy first, draw from the global generators of torch, "
-                "NumPy or Python, which are equal on all towers, and give other generators a fixed seed. For data that "
-                "differ on purpose, use distribute_datasets_from_function"
-            )
+    if (tower := tower_that_differs(towers)) is not None:
+        raise DisagreementError(
+            f"tower {tower} and tower 0 load different examples in {data}, although each takes its share of the "
+            "same data, so some examples would be used twice and others not at all. Likely causes: data that the "
+            "script has already split by tower (distribute_dataset splits them); random numbers "
+            "that were drawn before the strategy was created; a generator without a fixed seed "
+            "(numpy.random.default_rng(), torch.Generator); the order of a set; files or numbers that each tower "
+            "chooses or creates by itself. Create the strategy first, draw from the global generators of torch, "
+            "NumPy or Python, which are equal on all towers, and give other generators a fixed seed. For data that "
+            "differ on purpose, use distribute_datasets_from_function"
+        )

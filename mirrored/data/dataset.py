@@ -252,10 +252,6 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-_LOADS, _LOADS_BEFORE_AN_ERROR = 2, 32
-"""How often examples are loaded to find their stable leaves, see [Note: augmentation is not compared]."""
-
-
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns a loader's own settings, for a loader that loads other batches in the same way."""
     workers = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
@@ -292,12 +288,13 @@ class MapDataset(DistributedDataset):
         return self._order.epoch(self._seed, number, self.dataset)
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
-        loaded = self._start(epoch, first, _LOADS if self._comm.size > 1 else 0)
-        if self._comm.size > 1 and (described := next(loaded, None)) is not None:
+        loads = contents.LOADS if self._comm.size > 1 else 0
+        loaded = self._start(epoch, first, loads)
+        if loads and (described := next(loaded, None)) is not None:
             data = f"epoch {epoch.number} of a distributed dataset"
-            if contents.differ(contents.gather(self._comm, data, described[0])):
-                described, _ = next(self._start(epoch, first, _LOADS_BEFORE_AN_ERROR))
-                contents.compare(contents.gather(self._comm, data, described), data)
+            if contents.tower_that_differs(contents.gather(self._comm, data, described[0])) is not None:
+                described = next(self._start(epoch, first, contents.LOADS_BEFORE_AN_ERROR))
+                contents.compare(contents.gather(self._comm, data, described[0]), data)
                 loaded = self._start(epoch, first, 0)
         yield from loaded
 

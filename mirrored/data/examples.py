@@ -98,8 +98,8 @@ class Request(NamedTuple):
         indices: the indices of the share's examples. For an empty share: the index of the batch's first example, from
             which an empty batch or a stand-in is made.
         total: the number of examples of all towers together.
-        loads: 0 requests a batch; another number requests the descriptions of the examples (:mod:`.contents`), each of
-            which is loaded so often.
+        loads: the number of times that each example is loaded to describe it (:mod:`.contents`). 0: the request is
+            for a batch.
     """
 
     seed: int

@@ -223,7 +223,7 @@ def _make_function(original: Any, model: Any, force: bool = False) -> None:
         setattr(model, attribute, functools.partial(_run, training, attribute.removesuffix("_function"), function))
 
 
-def _training(training: Training, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _as_training_step(training: Training, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Turns a run of one tower into a training step: the steps of Keras' optimizers are not torch's."""
 
     @functools.wraps(function)
@@ -237,7 +237,8 @@ def _training(training: Training, function: Callable[[Any], Any]) -> Callable[[A
 def _run(training: Training, kind: str, function: Callable[[Any], Any], batches: Any) -> Any:
     """Runs ``function``, Keras' own for one batch, under the model's strategy, and returns its result."""
     if not training.several:
-        return training.strategy.run(_training(training, function) if kind == "train" else function, args=(batches,))
+        function = _as_training_step(training, function) if kind == "train" else function
+        return training.strategy.run(function, args=(batches,))
     if kind != "predict":
         return training.step(function, batches[0], kind == "train")
     outputs, step = training.run(function, batches[0], trains=False)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from towers.health.status import AFTER_OPTIMIZER, IN_STEP, OPTIMIZER, Health
 from towers.system import accelerator
-from towers.system.torch_private import disable_dynamo
+from towers.system.autograd_hooks import at_steps
 
 PEAKS = (
     *(("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H200", 989e12), ("B200", 2250e12)),
@@ -72,9 +72,9 @@ class Optimizers:
         self._enter = enter
         self._measures = measures
         self._newest: weakref.ref[Optimizer] | None = None
-        _hook(weakref.ref(self))
+        at_steps(self, Optimizers.before, Optimizers.after)
 
-    def before(self, optimizer: Optimizer) -> None:
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Handles an optimizer that is about to step, or whose step was refused."""
         if not self._steps_here(optimizer):
             return
@@ -86,7 +86,7 @@ class Optimizers:
         if self._alone:
             self._enter(OPTIMIZER)
 
-    def after(self, optimizer: Optimizer) -> None:
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
         """Handles an optimizer that has stepped."""
         if self._alone and self._steps_here(optimizer):
             self._enter(AFTER_OPTIMIZER)
@@ -109,20 +109,3 @@ class Optimizers:
         """Returns the norm of the gradients of all steps that were measured since the last call."""
         squares, self._squares = self._squares, []
         return float(torch.stack(squares).sum().sqrt()) if squares else None
-
-
-def _hook(optimizers: weakref.ref[Optimizers]) -> None:
-    """Calls the object at all optimizers' steps for as long as it exists."""
-
-    @disable_dynamo
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (living := optimizers()) is not None:
-            living.before(optimizer)
-
-    @disable_dynamo
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (living := optimizers()) is not None:
-            living.after(optimizer)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)

@@ -131,7 +131,7 @@ class Timeline:
         self._last = self._now()
         self._part: int | None = _PART_OF.get(self._phase, OTHER)
         self._row, self._loading, self._evaluates = [0.0] * 5, 0.0, False
-        self._before_run, self._outside = self._row, True  # the row at the start of the last run that seems to train
+        self._before_run, self._outside = self._row, True  # the row at the start of the last run; whether it has ended
         self._rows.clear()
         self.examples = self._loaded = self._in_run = 0
 
@@ -191,7 +191,8 @@ class Timeline:
                 if self._outside:
                     self._before_run = list(self._row)
                 self._row[DATA] += self._loading
-            self._outside = not name or (self._outside and name not in (status.IN_STEP, status.IN_EVALUATION))
             if name in (status.IN_STEP, status.IN_EVALUATION):
-                self._evaluates, self._loading = name == status.IN_EVALUATION, 0.0
+                self._evaluates, self._loading, self._outside = name == status.IN_EVALUATION, 0.0, False
+            elif not name:
+                self._outside = True
             self._part = None if name == _AWAY else COLLECTIVE if name == _CALL else _PART_OF.get(name, OTHER)

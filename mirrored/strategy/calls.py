@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mirrored.context import current_frame
 from mirrored.events import Events
@@ -27,8 +26,9 @@ from mirrored.strategy.engine import Engine
 from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
 from towers.health.status import Health
+from towers.system.autograd_hooks import at_steps
 from towers.system.named import Named
-from towers.system.torch_private import disable_dynamo, version_of
+from towers.system.torch_private import version_of
 
 _RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """Types that a function returns before its body has run."""
@@ -108,7 +108,7 @@ class RunKinds:
         self._models, self._alone = engine.recorder.models, alone
         if alone:
             engine.events.mirrored.append(self._add)
-            _call_at_steps(weakref.ref(self))
+            at_steps(self, lambda kinds, *_: kinds.note_step())
 
     def _begin_run(self, fn: Callable[..., Any]) -> None:
         self._runs.append(run := _Run((fn, False)))  # first, because a failure removes it
@@ -120,7 +120,7 @@ class RunKinds:
     def _end_run(self) -> None:
         run = self._runs.pop()
         if self._alone:
-            stepping = run.kind in self._stepping  # assumed to train, even if it has not stepped this time
+            stepping = run.kind in self._stepping  # such a run is assumed to train, even if no optimizer has stepped
             if stepping or (run.gradients is not None and self._have_changed(run.gradients)):
                 self._health.train()
             (self._stepping.add if run.steps else self._stepping.discard)(run.kind)
@@ -143,7 +143,7 @@ class RunKinds:
                 return True
         return False
 
-    def step(self) -> None:
+    def note_step(self) -> None:
         """Records that an optimizer steps."""
         if self._runs:
             self._runs[-1].steps = True
@@ -166,17 +166,6 @@ class _Run:
     kind: _Kind
     gradients: _Gradients | None = None
     steps: bool = False
-
-
-def _call_at_steps(kinds: weakref.ref[RunKinds]) -> None:
-    """Calls the object at all optimizers' steps for as long as it exists."""
-
-    @disable_dynamo
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (living := kinds()) is not None:
-            living.step()
-
-    register_optimizer_step_pre_hook(before)
 
 
 def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> _Kind:

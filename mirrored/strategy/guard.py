@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from mirrored.context import current_frame
 from mirrored.events import Events
@@ -30,9 +30,9 @@ from towers.errors import MirrorError
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.reducer import GradientReducer
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
-from towers.system.autograd_hooks import GradientHook
+from towers.system.autograd_hooks import GradientHook, at_steps
 from towers.system.log import get_logger
-from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
+from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass
 
 log = get_logger("mirrored")
 
@@ -120,7 +120,7 @@ class OptimizerGuard:
         self._events = events
         self._warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        _hook_steps(weakref.ref(self))
+        at_steps(self, OptimizerGuard.before_step, OptimizerGuard.after_step)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer that is about to step.
@@ -234,26 +234,6 @@ class OptimizerGuard:
             type(optimizer).__name__,
             len(parameters),
         )
-
-
-def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
-    """Calls a guard at the steps of all optimizers for as long as the guard exists.
-
-    The hooks stay after the guard was freed: torch iterates over them, and none may be removed meanwhile.
-    """
-
-    @disable_dynamo
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (living := guard()) is not None:
-            living.before_step(optimizer, args, kwargs)
-
-    @disable_dynamo
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (living := guard()) is not None:
-            living.after_step(optimizer, args, kwargs)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()

@@ -51,8 +51,9 @@ KINDS = {
     "numbers": (
         *("MeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredLogarithmicError"),
         *("RootMeanSquaredError", "LogCoshError", "LogCosh", "Huber", "R2Score", "PearsonCorrelation", "Poisson"),
-        *("ConcordanceCorrelation", "CosineSimilarity", "Accuracy"),
+        *("ConcordanceCorrelation", "CosineSimilarity"),
     ),
+    "whole numbers": ("Accuracy",),
     "sequences": ("CTC",),
 }
 """The kind of targets; the others have targets of 0 and 1."""
@@ -79,13 +80,14 @@ def data_of(kind: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     return x, (targets > 0).astype("float64")[:, None]
 
 
-def model_of(strategy: mirrored.Strategy, kind: str, name: str, **compiled: Any) -> Any:
+def model_of(strategy: mirrored.Strategy, kind: str, **compiled: Any) -> Any:
     keras.utils.clear_session()
     keras.utils.set_random_seed(7)
     outputs: dict[str, list[Any]] = {
         "one of three, in one column for each": [layers.Dense(3, activation="softmax")],
         "one of three": [layers.Dense(3, activation="softmax")],
         "numbers": [layers.Dense(2, activation="softplus")],
+        "whole numbers": [layers.Dense(1, activation="sigmoid"), layers.Lambda(keras.ops.round)],
         "sequences": [layers.Dense(24), layers.Reshape((6, 4))],
     }
     with strategy.scope():
@@ -102,7 +104,7 @@ def kind_of(name: str) -> str:
 def _metric(strategy: mirrored.Strategy, name: str, made: type, size: int) -> Any:
     kind = kind_of(name)
     loss = "sparse_categorical_crossentropy" if kind == "one of three" else "mse"
-    model = model_of(strategy, kind, name, loss=loss, metrics=[made(**SETTINGS.get(name, {}), name="value")])
+    model = model_of(strategy, kind, loss=loss, metrics=[made(**SETTINGS.get(name, {}), name="value")])
     x, y = data_of(kind, size)
     history = model.fit(x, y, batch_size=BATCH, verbose=0).history
     tested = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
@@ -111,7 +113,7 @@ def _metric(strategy: mirrored.Strategy, name: str, made: type, size: int) -> An
 
 def _loss(strategy: mirrored.Strategy, name: str, made: type, size: int) -> Any:
     kind = kind_of(name)
-    model = model_of(strategy, kind, name, loss=made())
+    model = model_of(strategy, kind, loss=made())
     x, y = data_of(kind, size)
     history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
     tested = model.evaluate(x, y, batch_size=BATCH, verbose=0)

@@ -180,6 +180,7 @@ def train(option: str, loop: str, spoil: str, folder: str) -> tuple[list[float],
 
 
 def run(option: str, loop: str, spoil: str = "", count: int = 2) -> Any:
+    """What :func:`train` returns on each tower."""
     with tempfile.TemporaryDirectory() as folder:
         return launch(train, option, loop, spoil, folder, count=count)
 
@@ -235,4 +236,4 @@ def test_an_option_is_honoured_or_refused(option: str, loop: str) -> None:
         assert first == alone
     else:
         assert first != pytest.approx(plain, rel=1e-6)
-        assert first == pytest.approx(plain, rel=0.5)
+        assert first == pytest.approx(plain, rel=0.02 if option == "wire_dtype" else 0.5)

@@ -1,14 +1,17 @@
-"""Hooks of autograd: when a parameter's gradient is ready, and when a backward has finished."""
+"""Hooks of autograd and of optimizers: when a gradient is ready, a backward has finished, or an optimizer steps."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from towers.system.torch_private import current_autograd_node, last_gradient_hook, queue_callback
+from towers.system.torch_private import current_autograd_node, disable_dynamo, last_gradient_hook, queue_callback
+
+_Owner = TypeVar("_Owner")
 
 
 class GradientHook:
@@ -77,3 +80,30 @@ def _soon_after(node: Any, call: Callable[[], None]) -> None:
             call()
 
     handles += [after.register_prehook(before_next) for after, _ in node.next_functions if after is not None]
+
+
+def at_steps(
+    owner: _Owner,
+    before: Callable[[_Owner, Optimizer, Any, Any], object],
+    after: Callable[[_Owner, Optimizer, Any, Any], object] | None = None,
+) -> None:
+    """Calls functions at the steps of all optimizers, for as long as ``owner`` exists.
+
+    The hooks stay after it was freed: torch iterates over them, and none may be removed meanwhile.
+
+    Args:
+        before, after: called with the owner, the optimizer, and the step's ``args``, which contain it, and ``kwargs``.
+    """
+    reference = weakref.ref(owner)
+
+    def hook(call: Callable[[_Owner, Optimizer, Any, Any], object]) -> Callable[[Optimizer, Any, Any], None]:
+        @disable_dynamo
+        def at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (living := reference()) is not None:
+                call(living, optimizer, args, kwargs)
+
+        return at_step
+
+    register_optimizer_step_pre_hook(hook(before))
+    if after is not None:
+        register_optimizer_step_post_hook(hook(after))
