@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirrored.context import ActiveStrategy, current_replica
 from mirrored.interceptor import interceptor
@@ -314,6 +314,16 @@ class Variable(_Operators):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{self.name!r} ({self.synchronization}, {self.aggregation}), tower {self._comm.index}: {self._local}>"
+
+
+def variables_in(module: nn.Module) -> dict[str, Variable]:
+    """Returns the variables that are attributes of a model's layers, by path. ``state_dict()`` leaves them out."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, Variable)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,10 @@ A checkpoint is written under another name, flushed to the disk, and renamed. ``
 is replaced after the rename, so a kill between the two would hide a complete checkpoint. A run that restored an earlier
 step renames later checkpoints to ``replaced-…``. Otherwise, the next restart would restore them.
 
+[Note: files of others] A user may keep other files in the folder, and name a checkpoint like one of them. A save
+therefore replaces and removes only folders that contain the files of a checkpoint and no others, and the file
+``latest`` only if it contains the name of a checkpoint.
+
 [Note: which tower writes] Hosts may share the folder (a network file system), or each have their own folder under the
 same path. The towers find this out with probe files: every tower creates one, then checks which probes are in its own
 folder. The lowest-numbered tower among these writes there. So hosts that share the folder write one copy, hosts with
@@ -28,6 +32,7 @@ their own disks write one copy each, and no configuration is needed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pathlib
@@ -200,7 +205,8 @@ class Folder:
         Checkpoints of later steps are renamed to ``replaced-…``; see [Note: the newest checkpoint].
 
         Raises:
-            OSError, ValueError: a file could not be written. Earlier checkpoints are unchanged.
+            OSError, ValueError: a file could not be written, or other files of the user have that name. Earlier
+                checkpoints are unchanged.
         """
 
         def write_files(temporary: pathlib.Path) -> None:
@@ -216,7 +222,8 @@ class Folder:
         """Keeps a checkpoint under a second name, which is never pruned. It replaces the checkpoint of that name.
 
         Raises:
-            OSError: the checkpoint could not be linked. The previous checkpoint of that name is unchanged.
+            OSError: the checkpoint could not be linked, or other files of the user have that name. The previous
+                checkpoint of that name is unchanged.
         """
         self._put(name, lambda temporary: link_files(source, temporary))
 
@@ -226,6 +233,7 @@ class Folder:
     def _put(self, name: str, make: Callable[[pathlib.Path], None]) -> None:
         place = self.path / name
         temporary = self._unfinished(_SAVING, f"{name}-{os.getpid()}")
+        self.check_replaceable(name)
         try:
             make(temporary)
             self._move_in(temporary, place)
@@ -244,6 +252,16 @@ class Folder:
                 error.strerror,
             )
 
+    def check_replaceable(self, name: str) -> None:
+        """Checks that a checkpoint may have this name; see [Note: files of others].
+
+        Raises:
+            FileExistsError: another file or folder has it.
+        """
+        place = self.path / name
+        if os.path.lexists(place) and not is_checkpoint(place):
+            raise FileExistsError(errno.EEXIST, f"{place} is not a checkpoint: move it away, or choose another name")
+
     def note(self, name: str) -> str | None:
         """Returns the text of a note, or None if there is none."""
         with contextlib.suppress(OSError):
@@ -260,9 +278,10 @@ class Folder:
             log.warning("%s could not be written or removed: %s", self.path / name, error.strerror)
 
     def _move_in(self, temporary: pathlib.Path, place: pathlib.Path) -> None:
-        if not place.exists():
+        if not os.path.lexists(place):
             self.disk.rename(temporary, place)
             return
+        self.check_replaceable(place.name)
         before = self._unfinished(_REPLACING, place.name)
         if before.exists():  # an earlier save could not remove it
             self.disk.remove(before)
@@ -279,16 +298,30 @@ class Folder:
             self.disk.remove(before)
         if (step := step_of(name)) is None:
             return
-        self.disk.replace_file(self.path / LATEST, f"{name}\n")
-        for later in self.steps():
+        if is_ours := self._may_write_latest():
+            self.disk.replace_file(self.path / LATEST, f"{name}\n")
+        for later in self._own_steps():
             if later > step:
                 self._rename_replaced(self.path / name_of(later))
-        for old in self.steps()[: -self.keep]:
+        for old in self._own_steps()[: -self.keep]:
             self._remove_whole(self.path / name_of(old))
+        if not is_ours:
+            raise FileExistsError(errno.EEXIST, f"{LATEST} was not written by a run")
+
+    def _may_write_latest(self) -> bool:
+        latest = self.path / LATEST
+        if not os.path.lexists(latest):
+            return True
+        text = self.note(LATEST) if latest.is_file() and not latest.is_symlink() else None
+        return text is not None and (not text or step_of(text.strip()) is not None)
+
+    def _own_steps(self) -> list[int]:
+        return [step for step in self.steps() if is_checkpoint(self.path / name_of(step))]
 
     def _rename_replaced(self, place: pathlib.Path) -> None:
         aside = self.path / f"replaced-{place.name}"
-        if aside.exists():
+        if os.path.lexists(aside):
+            self.check_replaceable(aside.name)
             self._remove_whole(aside)
         self.disk.rename(place, aside)
         log.warning("%s is of a later step than this run has reached: it was renamed to %s", place, aside.name)
@@ -316,6 +349,13 @@ class Folder:
                     if entry.is_dir():
                         log.info("%s was left by a run that ended while it saved; it is removed", entry)
                     self.disk.remove(entry)
+
+
+def is_checkpoint(place: pathlib.Path) -> bool:
+    """Returns whether a folder contains files of a checkpoint and no others; hidden files and damage do not count."""
+    if place.is_symlink() or not place.is_dir():
+        return False
+    return {entry.name for entry in place.iterdir() if not entry.name.startswith(".")} <= {NAME, TENSORS}
 
 
 def link_files(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -13,15 +13,24 @@ import os
 import pathlib
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 from mirrored.checkpoint.folder import FILE_MODE
 from towers.system.timeouts import Deadline, clock
 
+if TYPE_CHECKING:
+    from mirrored.checkpoint.saver import Writer
+
 
 class FolderLock:
-    """The lock file of a folder. This process holds the lock until it ends, or until this object is collected."""
+    """The lock file of a folder. This process holds the lock until it ends, or until this object is collected.
+
+    Attributes:
+        writers: those of this process that have written into the folder, the newest last.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
+        self.writers: list[weakref.ref[Writer]] = []
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -163,9 +163,10 @@ class CheckpointManager:
         """
         refuse_inside_run("CheckpointManager.step()", "call it after run has returned")
         self.steps += 1
-        health, run_ends_step = self._strategy.health, not self._strategy.health.counted_by_script
+        health = self._strategy.health
+        ends_step = health.counted_by_script  # otherwise, the end of the run was the end of the step
         health.count(self.steps)
-        if not run_ends_step:
+        if ends_step:
             self._strategy.events.end_step()
         local = _STOP if self._signals.received is not None else 0
         due = self._every_seconds is not None and clock.monotonic() - self._saved_at >= self._every_seconds
@@ -205,8 +206,9 @@ class CheckpointManager:
             MirrorError: on all towers: their parameters or optimizer states differ. (Not with
                 ``mirror_check_interval=None``.)
             CheckpointError: on all towers: writing the previous checkpoint failed, and this one was not started; or,
-                with ``wait``, writing this one failed. Without ``wait``, the next :meth:`save`, :meth:`wait` or the end
-                of :meth:`resume` raises the error. Earlier checkpoints are unchanged.
+                with ``wait``, writing this one failed: for example, the name is that of a folder of yours, or another
+                manager of this script saves into the same folder. Without ``wait``, the next :meth:`save`,
+                :meth:`wait` or the end of :meth:`resume` raises the error. Earlier checkpoints are unchanged.
             DisagreementError: on all towers: some make another call.
         """
         refuse_inside_run("CheckpointManager.save()", "call it after run has returned")
@@ -272,7 +274,7 @@ class CheckpointManager:
             CheckpointError: on all towers: there are checkpoints, but none is intact on all towers; or the newest does
                 not fit the objects of this run.
         """
-        with self._signals:
+        with self._signals, self._saver.training():
             restored = self.restore_newest()
             for name in (ENDED, STOP) if self._saver.writes else ():
                 self._folder.leave_note(name, None)

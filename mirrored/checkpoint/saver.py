@@ -16,7 +16,8 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mirrored.checkpoint.codec import Encoder
-from mirrored.checkpoint.errors import raise_first
+from mirrored.checkpoint.errors import CheckpointError, raise_first
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.lock import FolderLock, take_lock
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest, own_name
@@ -81,6 +82,10 @@ class Saver:
     def writes(self) -> bool:
         """Whether this tower writes."""
         return self._writer is not None
+
+    def training(self) -> AbstractContextManager[None]:
+        """Within it, no other manager of this process may save into the folder."""
+        return contextlib.nullcontext() if self._writer is None else self._writer.training()
 
     @property
     def written_seconds(self) -> float:
@@ -211,6 +216,7 @@ class Writer:
 
     Attributes:
         seconds: the time to write the newest checkpoint, without the copy.
+        is_training: whether it is inside :meth:`training`.
     """
 
     def __init__(self, folder: Folder, lock: FolderLock, saving: Callable[[], AbstractContextManager[None]]) -> None:
@@ -221,6 +227,7 @@ class Writer:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
         self.seconds = 0.0
+        self.is_training = False
 
     def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, asynchronous: bool) -> None:
         """Starts to write a checkpoint. :meth:`finish` must be called before the next one, and reports errors.
@@ -230,6 +237,7 @@ class Writer:
                 when all is written.
         """
         try:
+            self._take_turn()
             layout = FileLayout(tensors)
             complete = {**manifest, "tensors": layout.unusual}
             if not asynchronous:
@@ -246,6 +254,35 @@ class Writer:
         except (ValueError, RuntimeError, MemoryError) as error:  # not enough memory for the copy, or no thread
             self._error = error
 
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Within it, no other writer of this process may write into the folder."""
+        self._lock.writers.append(weakref.ref(self))
+        self.is_training = True
+        try:
+            yield
+        finally:
+            self.is_training = False
+
+    def _take_turn(self) -> None:
+        """Makes this the only writer of this process from now on. A writer that had the turn before does not get it
+        again: two managers that save in turns would overwrite each other's checkpoints.
+
+        Raises:
+            CheckpointError: another one trains, or has had the turn since.
+        """
+        writers = [writer for reference in self._lock.writers if (writer := reference()) is not None]
+        if writers and writers[-1] is self:
+            return
+        if self in writers or any(writer.is_training for writer in writers):
+            raise CheckpointError(
+                "another CheckpointManager of this script saves into the same folder, and the two would overwrite each "
+                "other's checkpoints: give all objects to one manager, or each manager its own folder"
+            )
+        for writer in writers:
+            writer.join()
+        self._lock.writers = [weakref.ref(writer) for writer in (*writers, self)]
+
     def _write_in_thread(self, *arguments: Any) -> None:
         with contextlib.suppress(OSError, AttributeError):  # on Linux, this is the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -260,14 +297,20 @@ class Writer:
             self._error = error
         self.seconds = clock.monotonic() - started
 
-    def finish(self) -> str:
-        """Waits until no checkpoint is being written. Returns the error since the last call, or ""."""
+    def join(self) -> None:
+        """Returns when no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def finish(self) -> str:
+        """Waits until no checkpoint is being written. Returns the error since the last call, or ""."""
+        self.join()
         error, self._error = self._error, None
         if error is None:
             return ""
+        if isinstance(error, CheckpointError):
+            return str(error)
         return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
+from mirrored.variables import variables_in
 from towers.system.torch_private import (
     inner_schedules,
     own_buffers,
@@ -43,7 +44,8 @@ Rollback = Callable[[], None]
 """Gives an object its earlier state, even after a load that failed partly."""
 
 _VERSIONS, _METRICS, _CLASS = "mirrored.versions", "mirrored.metrics", "mirrored.class"
-_BESIDE = (_VERSIONS, _METRICS, _CLASS)
+_VARIABLES = "mirrored.variables"
+_BESIDE = (_VERSIONS, _METRICS, _CLASS, _VARIABLES)
 
 
 class Tracked(ABC):
@@ -99,6 +101,8 @@ class TrackedModule(Tracked):
         extra = {_VERSIONS: state_versions(state)}
         if metric_states := metrics.states_of(self._module):
             extra[_METRICS] = metric_states
+        if variables := variables_in(self._module):
+            extra[_VARIABLES] = {path: variable.state_dict() for path, variable in variables.items()}
         return {**state, **extra}
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
@@ -110,14 +114,22 @@ class TrackedModule(Tracked):
         versions = state.get(_VERSIONS, {})
         if not isinstance(versions, dict) or not all(isinstance(value, dict) for value in versions.values()):
             return "its versions in the checkpoint are malformed"
-        here = self._module.state_dict()
-        return mismatch(here, _without_additions(state)) or metrics.problem_of(self._module, state.get(_METRICS, {}))
+        here, variables = self._module.state_dict(), state.get(_VARIABLES, {})
+        if not isinstance(variables, dict) or not all(isinstance(value, dict) for value in variables.values()):
+            return "its variables in the checkpoint are malformed"
+        return (
+            mismatch(here, _without_additions(state))
+            or metrics.problem_of(self._module, state.get(_METRICS, {}))
+            or mismatch(dict.fromkeys(variables_in(self._module)), dict.fromkeys(variables))
+        )
 
     def load(self, state: Any) -> None:
         tensors = collections.OrderedDict(_without_additions(state))
         set_state_versions(tensors, state.get(_VERSIONS, {}))
         self._module.load_state_dict(tensors)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
+        for path, variable in variables_in(self._module).items():
+            variable.load_state_dict(state[_VARIABLES][path])
 
     def rollback(self) -> Rollback:
         # Values are copied to the CPU, because GPUs may not have enough memory for a second model.
@@ -129,6 +141,7 @@ class TrackedModule(Tracked):
         tables += [(table, dict(table)) for layer in layers for table in (own_parameters(layer), own_buffers(layer))]
         extra = [(layer, copy.deepcopy(layer.get_extra_state())) for layer in layers if _has_extra_state(layer)]
         counted = metrics.states_of(self._module)
+        tables += [(vars(variable), dict(vars(variable))) for variable in variables_in(self._module).values()]
 
         def roll_back() -> None:
             try:

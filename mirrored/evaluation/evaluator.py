@@ -124,6 +124,22 @@ class EarlyStopping:
         return f"{self.metric} has not become better for {steps} steps" if steps >= self.max_steps else ""
 
 
+def _read_table(table: pathlib.Path) -> list[Row]:
+    """Returns the rows of a table, without the unfinished line of a process that was killed, which is cut off.
+
+    Raises:
+        CheckpointError: the file is not such a table.
+    """
+    *lines, unfinished = table.read_bytes().split(b"\n")
+    with contextlib.suppress(ValueError, AttributeError):
+        rows = [json.loads(line) for line in lines]
+        is_row = unfinished.startswith(b'{"') and not unfinished.endswith(b"}")
+        if all({"step", "sha256"} <= row.keys() for row in rows) and (is_row or not unfinished):
+            os.truncate(table, table.stat().st_size - len(unfinished))
+            return rows
+    raise CheckpointError(f"{table} is not the table of an evaluation: move it away, or give the evaluation a name")
+
+
 def _best(rows: Sequence[Row], metric: str, higher_is_better: bool) -> Row:
     """Returns the first row with the best value. NaN is the worst value.
 
@@ -249,15 +265,24 @@ class Evaluator:
                 raise CheckpointError(text) from None
             if is_new:
                 self._folder.clean()
+            self._check_kept()
             if (table := self._output / TABLE).exists():
-                *lines, unfinished = table.read_bytes().split(b"\n")  # the last line of a process that was killed
-                os.truncate(table, table.stat().st_size - len(unfinished))
-                self.rows = [json.loads(line) for line in lines]
+                self.rows = _read_table(table)
             if importlib.util.find_spec("tensorboard") is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(self._output))
         self.rows = self.of_chief(self.rows)
+
+    def _check_kept(self) -> None:
+        for exporter in self.exporters:
+            if exporter.metric is not None:
+                try:
+                    self._folder.check_replaceable(self._kept_as(exporter))
+                except FileExistsError as error:
+                    raise CheckpointError(
+                        f"the exporter {exporter.name!r} cannot keep a checkpoint: {error.strerror}"
+                    ) from None
 
     def evaluate_one(self, path: pathlib.Path, *, keeps: bool = False) -> str:
         """Evaluates a checkpoint, unless it is damaged or was evaluated before. All towers must call it.
@@ -390,7 +415,14 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
     strategy.events.saved.append(saved.append)
     in_turns = not any("evaluator" in each.cluster_spec() for each in _resolvers(strategy))
     pause, every = Deadline(0), options.get("every_steps")
-    with manager.resume():
+    with manager.resume() as restored:
+        if (
+            in_turns
+            and restored is not None
+            and not restored.in_memory
+            and eval_spec.evaluate_one(manager.folder / restored.name, keeps=True)  # it may have been interrupted
+        ):
+            raise TrainingStopped
         for _ in data.epochs(max_steps + 1):  # each has a step, except perhaps the rest of an interrupted epoch
             if manager.steps >= max_steps:
                 break

@@ -51,18 +51,22 @@ def checkpoints_iterator(
 
     Args:
         folder: the folder in which a CheckpointManager writes, or will write.
-        held: a folder for this iterator only, which is emptied. It should be on the same file system; otherwise,
-            checkpoints are copied.
+        held: a folder for this iterator only, which is created and at the end removed. It should be on the same file
+            system; otherwise, checkpoints are copied.
         timeout_seconds: the longest wait for a new checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint at all arrived in time.
+        CheckpointError: no checkpoint at all arrived in time, or ``held`` contains files of others.
     """
     source, own = Folder(pathlib.Path(folder), Disk()), pathlib.Path(held)
     found, has_ended, closes = deque[pathlib.Path](), threading.Event(), threading.Event()
     before = source.note(ENDED)
-    shutil.rmtree(own, ignore_errors=True)  # left by a process that was killed
-    own.mkdir(parents=True)
+    if own.is_dir() and not own.is_symlink() and all(entry.name.isdigit() for entry in own.iterdir()):
+        shutil.rmtree(own, ignore_errors=True)  # left by a process that was killed
+    try:
+        own.mkdir(parents=True)
+    except FileExistsError:
+        raise CheckpointError(f"{own} is for a new folder of held checkpoints, but is there already") from None
     wait, grace, count = Deadline(timeout_seconds), Deadline(min(_GRACE, timeout_seconds)), 0
 
     def hold_new() -> None:

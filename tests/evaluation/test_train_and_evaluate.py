@@ -58,6 +58,16 @@ def test_towers_train_and_evaluate_in_turns(tmp_path: pathlib.Path) -> None:
     assert [(len(rows), steps) for rows, _, steps in again] == [(5, 0)] * 2, "what is done is not done again"
 
 
+def test_an_interrupted_evaluation_is_repeated(tmp_path: pathlib.Path) -> None:
+    towers(_train, str(tmp_path), 4)
+    table = tmp_path / "evaluation" / "metrics.jsonl"
+    rows = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(rows[:-1]) + rows[-1][:9])  # as a kill in the evaluation of step 4 leaves it
+    for found, _, steps in towers(_train, str(tmp_path)):
+        assert ([step for step, _ in found], steps) == ([2, 4, 6, 7], 3)
+    assert table.read_text().startswith("".join(rows))
+
+
 def _settings(strategy: mirrored.Strategy, folder: str) -> Any:
     throttled, _, _ = _train(strategy, f"{folder}/throttled", throttle_secs=1e6)
     stopped, _, steps = _train(strategy, f"{folder}/stopped", stop=EarlyStopping("one", 4))
