@@ -23,7 +23,7 @@ from towers.options import CommunicationOptions, instead_of
 from towers.system import accelerator, devices, machine
 from towers.system.devices import Device
 from towers.system.log import get_logger
-from towers.topology import DEVICES, STARTED_BY, Topology
+from towers.topology import DEVICES, MEMORY, STARTED_BY, Topology
 
 log = get_logger("mirrored")
 
@@ -141,6 +141,8 @@ class MirroredStrategy(Strategy):
         resolver, named = self._resolve(), _named_devices(devices)
         if resolver.topology is not None:
             topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
+            if restarts and topology.index == 0:
+                _warn_of_no_restarts(restarts, min_towers)
         else:
             again = {"restarts": restarts, "min_towers": min_towers, "virtual_towers": virtual_towers}
             device = _start_towers(resolver, named, communication, again)
@@ -191,6 +193,20 @@ def _join_towers(topology: Topology, named: Sequence[Device] | None, options: Co
     device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=by_agent)
     log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
+
+
+def _warn_of_no_restarts(restarts: int, min_towers: int | None) -> None:
+    """Warns if the launcher of this tower was not told to restart towers, so that the script's wish has no effect."""
+    if MEMORY in os.environ or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        return
+    fewer = "" if min_towers is None else f" --min-towers {min_towers}"
+    if os.environ.get(STARTED_BY, "").startswith("mirrored "):
+        advice = f"start the script by python, or by mirrored run --restarts {restarts}{fewer}"
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        advice = f"pass --max-restarts {restarts} to torchrun"
+    else:
+        advice = "it does not restart them"
+    log.warning("restarts=%d has no effect, because a launcher has started the towers: %s", restarts, advice)
 
 
 def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -> CommunicationOptions:

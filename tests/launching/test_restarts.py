@@ -61,6 +61,25 @@ def test_after_failures_a_job_goes_on_to_the_same_bits(undisturbed: str, tmp_pat
     assert names == {f"tower1{attempt}.{kind}" for attempt in ("", ".attempt1", ".attempt2") for kind in ("out", "err")}
 
 
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [
+        (RUN, "start the script by python, or by mirrored run --restarts 2 --min-towers 1"),
+        ([*RUN, "--restarts", "1"], ""),
+        (["torchrun", "--nproc-per-node", "2"], "pass --max-restarts 2 to torchrun"),
+        (["torchrun", "--nproc-per-node", "2", "--max-restarts", "1"], ""),
+    ],
+)
+def test_a_wish_that_a_launcher_does_not_fulfil_is_a_warning(
+    launcher: list[str], advice: str, tmp_path: pathlib.Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import mirrored\nmirrored.MirroredStrategy(restarts=2, min_towers=1)\n")
+    errors = run_command([*launcher, str(script)], code=0).stderr
+    words = "restarts=2 has no effect, because a launcher has started the towers: "
+    assert errors.count(words + advice) == errors.count(words) == bool(advice)
+
+
 def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_path: pathlib.Path) -> None:
     """Also on one tower, for which there would be no agent."""
     result = run_program([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
