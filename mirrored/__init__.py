@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mirrored.checkpoint import LoadReport as LoadReport
     from mirrored.checkpoint import Preempted as Preempted
     from mirrored.checkpoint import load_weights as load_weights
+    from mirrored.cluster.inherited import clean_environment as clean_environment
     from mirrored.cluster.resolver import ClusterError as ClusterError
     from mirrored.cluster.resolver import ClusterResolver as ClusterResolver
     from mirrored.cluster.resolver import LocalClusterResolver as LocalClusterResolver
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "mirrored.central.strategy": "CentralStorageStrategy",
     "mirrored.checkpoint": "CheckpointError CheckpointManager LoadReport Preempted load_weights",
+    "mirrored.cluster.inherited": "clean_environment",
     "mirrored.cluster.resolver": "ClusterError ClusterResolver LocalClusterResolver",
     "mirrored.cluster.slurm": "SlurmClusterResolver",
     "mirrored.cluster.tf_config": "TFConfigClusterResolver",

@@ -90,8 +90,12 @@ def out_of_step(tower: int, cause: BaseException) -> TowersError:
 
 
 def in_words(error: BaseException) -> str:
-    """Returns the type of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Returns the type of an error and, for an error between towers, the first line of its message.
+
+    Another message ("CUDA out of memory") would look like a tower's own error on the others.
+    """
+    kind = type(error).__name__
+    return f"{kind}: {str(error).partition(chr(10))[0]}" if isinstance(error, TowersError) else kind
 
 
 class MirrorError(TowersError):

@@ -16,6 +16,9 @@ FEWER_WORKERS = "TOWERS_FEWER_WORKERS"
 AGENT = "TOWERS_AGENT_PID"
 """Environment variable with the process id of the agent that started a tower."""
 
+TOWER = "TOWERS_TOWER"
+"""Environment variable that a tower sets for its children: its process id, and the variables of its launcher."""
+
 STATUS_RECORD = "TOWERS_STATUS_RECORD"
 """Environment variable with the file of a tower's status record, which the starter of the tower reads."""
 

@@ -13,13 +13,10 @@ import os
 import pathlib
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mirrored.checkpoint.folder import FILE_MODE
 from towers.system.timeouts import Deadline, clock
-
-if TYPE_CHECKING:
-    from mirrored.checkpoint.saver import Writer
 
 
 class FolderLock:
@@ -30,7 +27,7 @@ class FolderLock:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.writers: list[weakref.ref[Writer]] = []
+        self.writers: list[weakref.ref[Any]] = []
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

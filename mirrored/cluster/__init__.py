@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
-from mirrored.cluster import torchrun
+from mirrored.cluster import inherited, torchrun
 from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalClusterResolver
 from towers.topology import FEWER_WORKERS
 
 
-def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
+def from_launcher(environ: MutableMapping[str, str]) -> ClusterResolver | None:
     """Returns the cluster of this tower's launcher: torchrun's variables (torchrun, the agent, ``launch``) or SLURM's.
 
     None: no launcher has started this process as a tower.
+
+    Raises:
+        CannotStartError: it is a child of a tower, and not a tower.
+        ClusterError: the variables are wrong.
     """
+    if torchrun.present(environ) or "SLURM_PROCID" in environ:
+        inherited.check(environ)
     if torchrun.present(environ):
         return torchrun.TorchrunClusterResolver(environ)
     if "SLURM_PROCID" in environ:
@@ -61,7 +67,7 @@ def this_machine(environ: Mapping[str, str]) -> LocalClusterResolver:
     return LocalClusterResolver()
 
 
-def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> ClusterResolver:
+def resolve(environ: MutableMapping[str, str], own: ClusterResolver | None = None) -> ClusterResolver:
     """Returns the cluster of a strategy for several workers: TF_CONFIG, torchrun's variables, SLURM's, or one worker.
 
     The first of these that exists counts. A tower has both ``TF_CONFIG`` and its launcher's variables. They must agree,

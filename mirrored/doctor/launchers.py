@@ -11,6 +11,7 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.doctor import network
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
+from towers.errors import CannotStartError
 from towers.system.machine import loopback_interface
 from towers.system.text import split_address
 
@@ -21,8 +22,8 @@ _LEFT_OVER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MA
 def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks whether torchrun's or SLURM's variables are complete, and agree with each other and with TF_CONFIG."""
     try:
-        launcher = cluster.from_launcher(environ)
-    except ClusterError as error:
+        launcher = cluster.from_launcher(dict(environ))
+    except (ClusterError, CannotStartError) as error:
         yield problem(
             _LAUNCHER,
             str(error),
@@ -40,7 +41,7 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
                 what = f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {workers}; the former count"
                 yield note(_LAUNCHER, what)
     try:
-        cluster.resolve(environ)
+        cluster.resolve(dict(environ))
     except ClusterError as error:
         if "contradict" in str(error):  # only check_tf_config reports errors of TF_CONFIG
             yield problem(_LAUNCHER, str(error), "unset the one that is left over")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mirrored import cluster
+from mirrored.cluster import inherited
 from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.interceptor import interceptor
@@ -191,6 +192,7 @@ def _join_towers(topology: Topology, named: Sequence[Device] | None, options: Co
     by_agent = STARTED_BY in os.environ  # mirrored's own launchers show all GPUs to each tower
     options = _for_shared(named, options)
     device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=by_agent)
+    inherited.record(os.environ)
     log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
 

@@ -56,6 +56,22 @@ def test_towers_that_are_told_to_end_may_save(told: Told, tower: int | None, num
     assert re.fullmatch(f"mirrored: preempted{said}", error.splitlines()[-1])
 
 
+@pytest.mark.parametrize("told", ["user"], indirect=True)
+def test_a_signal_that_towers_handle_reaches_them(told: Told) -> None:
+    process, _ = told
+    os.kill(process.pid, signal.SIGUSR1)
+    out, _ = end_of(process, EXIT_PREEMPTED)
+    assert out.splitlines() == ["saved"]
+
+
+@pytest.mark.parametrize("told", ["agree"], indirect=True)
+def test_a_signal_that_no_tower_handles_ends_the_job(told: Told) -> None:
+    process, ids = told
+    os.kill(process.pid, signal.SIGUSR1)
+    end_of(process, -signal.SIGUSR1)
+    await_ends(*ids)
+
+
 @pytest.mark.parametrize("told", ["stubborn"], indirect=True)
 def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     process, ids = told

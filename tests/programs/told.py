@@ -2,6 +2,7 @@
 
 agree: end the step, agree that one was told, and end with exit code 75 at different moments.
 stubborn: ignore them. stubborn-fail: and tower 1 fails after three steps.
+user: like agree, on SIGUSR1.
 """
 
 import itertools
@@ -32,6 +33,8 @@ def handle(*_: object) -> None:
 
 signal.signal(signal.SIGTERM, handle)
 signal.signal(signal.SIGINT, handle)
+if sys.argv[1] == "user":
+    signal.signal(signal.SIGUSR1, handle)
 processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
 for step in itertools.count():
     strategy.run(train_step)
@@ -43,7 +46,7 @@ for step in itertools.count():
         strategy.print(*processes, flush=True)
         if sys.argv[1] == "stubborn-fail" and strategy.topology.index == 1:
             raise ValueError("boom")
-    if someone and sys.argv[1] == "agree":
+    if someone and sys.argv[1] in ("agree", "user"):
         strategy.print("saved", flush=True)
         time.sleep(0.3 * strategy.topology.index)
         sys.exit(EXIT_PREEMPTED)

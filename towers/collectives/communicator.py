@@ -16,6 +16,7 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
+from towers.health.failure import note_out_of_step
 from towers.health.status import Health
 from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.memory_layout import contiguous
@@ -88,6 +89,8 @@ class Caller:
         """
         if self._broken is None:
             self._broken = out_of_step(self.towers[self.index], error)
+            if self.size > 1:
+                note_out_of_step(self.towers[self.index], error)
 
     def disown(self, error: ForkedError) -> None:
         """Takes part in no collective from now on, because this process is a fork."""

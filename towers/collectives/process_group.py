@@ -35,7 +35,7 @@ from torch import Tensor
 
 from towers.collectives import nccl
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
-from towers.health.failure import is_peer_lost, leave
+from towers.health.failure import is_peer_lost, leave, leave_if_out_of_step
 from towers.health.peers import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
 from towers.options import GLOO_BUCKET_BYTES
@@ -349,6 +349,7 @@ def leave_at_exit(*, may_hang: bool) -> None:
             log.debug("this tower has left its process groups")
         if not leaving.is_alive() or not may_hang:
             return
+        leave_if_out_of_step()
         logging.shutdown()
         if error is None:
             log.warning(

@@ -372,5 +372,7 @@ class Cycle:
         if not pairing.same_backward(backward):
             channel = self._channel
             texts = channel.all_gather_bytes(str(self._backward).encode()) if gather is None else gather.backwards()
-            raise pairing.difference(channel.towers, texts)
+            error = pairing.difference(channel.towers, texts)
+            channel.break_off(error)  # the gradients of different backwards are already in each other's mean
+            raise error
         return touched

@@ -16,6 +16,10 @@ with exit code 1:
 A tower that has saved on request and is about to end does not wait longer for such threads, either: the others and the
 scheduler wait for its end.
 
+[Note: caught errors] A script may catch the error that put its towers out of step (``except RuntimeError: continue``,
+to skip a batch), and end as if all was well. At its end, the tower therefore leaves a report of that error, and ends
+with exit code 1. Towers of ``mirrored.launch`` run a function, whose caller gets its result.
+
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
 ended the tower, it has received the cause already, and the tower does not sleep. Errors of c10d and of its Gloo mean
@@ -46,7 +50,7 @@ from typing import NoReturn, TextIO
 
 from torch.distributed import DistError
 
-from towers.errors import PeerLostError
+from towers.errors import PeerLostError, TowersError
 from towers.system.log import get_logger
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
@@ -243,8 +247,38 @@ def install_hooks() -> None:
                 end_soon()
 
     sys.excepthook = hook
+    atexit.register(leave_if_out_of_step)
     if RUN_ID in os.environ:
         end_with_parent()
+
+
+_out_of_step: tuple[int, Exception, str] | None = None  # process, the error at its end, stack of the first error
+
+
+def note_out_of_step(tower: int, cause: BaseException) -> None:
+    """Makes this process end with a failure, whatever its script catches; see [Note: caught errors].
+
+    Args:
+        tower: this process's.
+        cause: the error that put the towers out of step. An interruption is none.
+    """
+    global _out_of_step
+    if _out_of_step is None and isinstance(cause, Exception):
+        report = FailureReport.of(cause)
+        text = f"the script of tower {tower} has caught an error that put the towers out of step ({report.short})"
+        kind = PeerLostError if report.consequence else TowersError
+        _out_of_step = os.getpid(), kind(text), report.trace
+
+
+def leave_if_out_of_step() -> None:
+    """Ends this process at its end with a report, if its towers are out of step and no error has ended the script."""
+    if _out_of_step is None or getattr(sys, "last_value", None) is not None:
+        return
+    process, error, trace = _out_of_step
+    if os.getpid() == process and os.environ.get(STARTED_BY) != "launch":
+        flush_output()
+        leave_report(error, trace)
+        leave(1)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ from towers.launching.job import Job
 from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
+from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY, TOWER
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -101,6 +101,7 @@ def _set_environment(job: Job) -> None:
     Raises:
         CannotStartError: the towers' devices cannot work together.
     """
+    os.environ.pop(TOWER, None)  # of a tower that has started this job
     os.environ[STARTED_BY] = job.started_by
     os.environ[AGENT] = str(os.getpid())
     if job.devices:

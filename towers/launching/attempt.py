@@ -8,6 +8,8 @@ handle SIGTERM or are stopped, and treats exit code 75 of one tower as a failure
 - The first SIGTERM, SIGINT or SIGHUP is forwarded only to the towers, not to processes that they have started: a tower
   whose data loader dies could not finish its step. Towers that handle the signal continue until they have saved. If a
   tower dies of the signal, the others are ended, too. A second signal ends all towers at once.
+- SIGUSR1 and SIGUSR2 are forwarded each time to the towers that handle them. If no tower does, they end this process,
+  as they would end the script.
 - A tower that ends with :data:`towers.health.failure.EXIT_PREEMPTED` has agreed on it with the other towers, which get
   time to do the same.
 - A failure on another worker ends the towers of this one.
@@ -41,6 +43,9 @@ from towers.topology import ERROR_FILE, STATUS_RECORD
 
 LAST_WORDS = 1.5
 """Seconds between the signal that ends a tower and SIGKILL."""
+
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that mean what the script makes of them; SLURM sends SIGUSR1 before it preempts a job, if it was asked to."""
 
 _TOGETHER = 5.0  # seconds for preempted towers to end, after the first of them
 
@@ -188,10 +193,15 @@ class Attempt:
     def forward(self, numbers: Iterable[int]) -> Callable[[], None]:
         """Forwards the first of these signals to the running towers. After it, these signals are handled as before.
 
+        Until then, :data:`USER_SIGNALS` are forwarded to the towers that handle them.
+
         Returns:
             A function that restores the previous handlers in any case.
         """
         before = {number: signal.getsignal(number) for number in numbers}
+        earlier = [each for each in USER_SIGNALS if _is_of_attempt(signal.getsignal(each))]
+        users = [*unhandled(*USER_SIGNALS), *earlier]
+        before |= dict.fromkeys(users, signal.SIG_DFL)
 
         def restore() -> None:
             for number, handler in before.items():
@@ -208,8 +218,17 @@ class Attempt:
                 os.kill(os.getpid(), number)
 
         for number in before:
-            signal.signal(number, forward)
+            signal.signal(number, self._forward_to_handlers if number in users else forward)
         return restore
+
+    def _forward_to_handlers(self, number: int, _frame: FrameType | None) -> None:
+        if not (processes := [self.processes[tower] for tower in self.living()]):
+            return
+        if not (handling := [process for process in processes if _handles(process, number)]):
+            signal.signal(number, signal.SIG_DFL)
+            handling = [os.getpid()]
+        for process in handling:
+            os.kill(process, number)
 
     def wait(self, seconds: float = math.inf) -> None:
         """Waits until a tower has failed, another worker's failure has arrived, or all towers have ended.
@@ -256,6 +275,19 @@ class Attempt:
 
     def _saving(self) -> list[int]:
         return [tower for tower in self.living() if (status := self.status_of(tower)) is not None and status.saving]
+
+
+def _is_of_attempt(handler: object) -> bool:
+    return isinstance(getattr(handler, "__self__", None), Attempt)
+
+
+def _handles(process: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal, as far as this system tells."""
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(f"/proc/{process}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def unhandled(*numbers: int) -> list[int]:
