@@ -2,13 +2,19 @@
 
 Grammar: a JSON object with
 
-- ``cluster``: maps a job name to a list of ``host:port`` (IPv6 in brackets). Jobs are ``chief`` (at most one task),
-  ``worker``, ``ps`` and ``evaluator``. ``ps`` is for ParameterServerStrategy only.
+- ``cluster``: maps a job name to a list of ``host:port`` (IPv6 in brackets), or to an object with such an address for
+  each index from 0. Jobs are ``chief`` (at most one task; TensorFlow 1's name is ``master``), ``worker``, ``ps`` and
+  ``evaluator``. ``ps`` is for ParameterServerStrategy only.
 - ``task``: ``type`` and ``index``. The index is a number or its decimal digits.
 - ``rpc_layer``: is used by :meth:`TFConfigClusterResolver.master` only.
 
-Other keys (``environment``, ``job``, …) are ignored. Worker 0 is the ``chief`` task, if there is one. The ``worker``
-tasks follow in their order. An evaluator is a separate cluster, as in TensorFlow.
+With a cluster, other keys (``environment``, ``job``, …) are ignored. Worker 0 is the ``chief`` task, if there is one.
+The ``worker`` tasks follow in their order. An evaluator is a separate cluster, as in TensorFlow, and need not be named
+in ``cluster``.
+
+[Note: no task trains alone by mistake] TensorFlow takes a task without a cluster, or an unknown key in place of
+``cluster``, for a program on one machine. Every pod of a job would then train alone, as its chief. Here, this is an
+error. So is ``sparseCluster``, which Kubeflow's ``enableDynamicWorker`` writes: it lacks the other workers.
 """
 
 from __future__ import annotations
@@ -25,6 +31,8 @@ from towers.system.log import get_logger
 from towers.system.text import canonical_address
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
+_OTHER_KEYS = {"rpc_layer", "environment", "job", "service", "session_master", "eval_session_master", "model_dir"}
+"""Keys of TensorFlow's RunConfig and of Vertex AI that describe no cluster."""
 
 log = get_logger("mirrored")
 
@@ -53,7 +61,8 @@ class TFConfigClusterResolver(ClusterResolver):
             raise ClusterError(f"TF_CONFIG: rpc_layer must be a text, not {_kind(rpc_layer)}")
         self.rpc_layer = rpc_layer or None
         self._jobs = _read_cluster(config)
-        if not self._jobs:
+        if not self._jobs and config.get("task") in (None, {}):
+            _check_alone(config)
             return
         self.task_type, self.task_id = _read_task(config, self._jobs)
         if self.task_type in ("ps", "evaluator"):
@@ -99,30 +108,55 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+def _check_alone(config: dict[str, Any]) -> None:
+    """Refuses unknown keys; see [Note: no task trains alone by mistake]."""
+    if unknown := sorted(config.keys() - _OTHER_KEYS - {"cluster", "task"}):
+        raise ClusterError(f"TF_CONFIG has no cluster, but an unknown key {unknown[0]!r}; the key is 'cluster'")
+
+
 def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
+    if "sparseCluster" in config:
+        raise ClusterError(
+            "TF_CONFIG: sparseCluster does not name the other workers, so this task would train alone: set "
+            "enableDynamicWorker of the TFJob to false"
+        )
     cluster = config.get("cluster", {})
     if not isinstance(cluster, dict):
         raise ClusterError(f"TF_CONFIG: cluster must be an object of jobs, not {_kind(cluster)}")
     jobs: dict[str, list[str]] = {}
     places: dict[str, str] = {}
-    for job, addresses in cluster.items():
+    for name, addresses in cluster.items():
+        job = "chief" if name == "master" else name
         if job not in _JOBS:
             raise ClusterError(f"TF_CONFIG: cluster has an unknown job {job!r}; jobs are {', '.join(_JOBS)}")
+        if isinstance(addresses, dict):
+            addresses = _in_order(name, addresses)
         if not isinstance(addresses, list):
             raise ClusterError(f"TF_CONFIG: cluster.{job} must be a list of addresses, not {_kind(addresses)}")
         for i, address in enumerate(addresses):
-            place = f"cluster.{job}[{i}]"
+            place = f"cluster.{name}[{i}]"
             _check_address(address, place)
             first = places.setdefault(canonical_address(address), place)
             if first != place:
                 raise ClusterError(f"TF_CONFIG: {first} and {place} are the same address, {address}")
+        if addresses and job in jobs:
+            raise ClusterError("TF_CONFIG: cluster has a 'chief' and a 'master', which are names of the same task")
         if addresses:
             jobs[job] = addresses
     if len(jobs.get("chief", [])) > 1:
         raise ClusterError(f"TF_CONFIG: cluster.chief names {len(jobs['chief'])} addresses; there is one chief")
-    if set(jobs) == {"evaluator"}:
-        raise ClusterError("TF_CONFIG: cluster has evaluators only; it needs a 'chief' or a 'worker'")
     return jobs
+
+
+def _in_order(job: str, addresses: dict[str, Any]) -> list[Any]:
+    """Returns the addresses of a job that is an object by index."""
+    for i in range(len(addresses)):
+        if str(i) not in addresses:
+            raise ClusterError(
+                f"TF_CONFIG: cluster.{job} is an object with {len(addresses)} addresses, but has none for index {i}; "
+                "it must name all tasks"
+            )
+    return [addresses[str(i)] for i in range(len(addresses))]
 
 
 def _check_address(address: Any, place: str) -> None:
@@ -130,7 +164,11 @@ def _check_address(address: Any, place: str) -> None:
         raise ClusterError(f"TF_CONFIG: {place} must be a text 'host:port', not {_kind(address)}")
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|(\w(?:[\w.-]*\w)?)):([0-9]{1,9})", address)
     if match is None or not _is_host(match[1], match[2]):
-        hint = "; put an IPv6 address in brackets" if address.count(":") > 1 and "[" not in address else ""
+        hint = ""
+        if "://" in address:
+            hint = f"; leave out {address.partition('://')[0]!r} and '://'"
+        elif address.count(":") > 1 and "[" not in address:
+            hint = "; put an IPv6 address in brackets"
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}, but must be 'host:port'{hint}")
     if not 1 <= int(match[3]) <= 65535:
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}: ports go from 1 to 65535")
@@ -154,8 +192,13 @@ def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str,
         raise ClusterError(
             f"TF_CONFIG: task {problem}; it must name the task of this process: {{'type': 'worker', 'index': 0}}"
         )
-    kind = task.get("type")
-    if not isinstance(kind, str) or kind not in jobs:
+    kind = "chief" if task.get("type") == "master" else task.get("type")
+    if kind != "evaluator" and not jobs.keys() - {"evaluator"}:
+        raise ClusterError(
+            f"TF_CONFIG names a task, {kind!r}, but no cluster that it could belong to, so every task would train "
+            "alone: name the addresses of all tasks in 'cluster', or unset TF_CONFIG to train on this machine"
+        )
+    if not isinstance(kind, str) or kind not in {*jobs, "evaluator"}:
         problem = "is missing" if kind is None else f"is {kind!r}"
         raise ClusterError(f"TF_CONFIG: task.type {problem}, but must be a job of the cluster: {', '.join(jobs)}")
     index = task.get("index")
@@ -164,6 +207,10 @@ def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str,
     if isinstance(index, bool) or not isinstance(index, int):
         problem = "is missing" if index is None else f"is {index!r}"
         raise ClusterError(f"TF_CONFIG: task.index {problem}, but must be a whole number")
+    if kind not in jobs:  # an evaluator, of which the cluster need not know
+        if index < 0:
+            raise ClusterError(f"TF_CONFIG: task.index is {index}, but must be a whole number from 0")
+        return kind, index
     if not 0 <= index < len(jobs[kind]):
         raise ClusterError(
             f"TF_CONFIG: task.index is {index}, but cluster.{kind} has {len(jobs[kind])} "

@@ -36,7 +36,7 @@ def test_chief_comes_first() -> None:
     assert chief.master() == "a:1"
 
 
-@pytest.mark.parametrize("config", [{}, {"cluster": {}}, {"task": {"type": "worker", "index": 0}}])
+@pytest.mark.parametrize("config", [{}, {"cluster": {}}, {"cluster": {}, "task": {}, "environment": "cloud"}])
 def test_no_cluster_is_one_worker(config: dict[str, object]) -> None:
     found = resolver(**config)
     assert (found.workers, found.worker, found.addresses) == (1, 0, ())
