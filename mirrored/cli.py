@@ -6,6 +6,7 @@ import argparse
 import gc
 import itertools
 import os
+import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -76,12 +77,13 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.command == "evaluate":
         os.environ["MIRRORED_TASK"] = "evaluator"
         parsed.towers = parsed.towers or (None if parsed.devices else 1)
+        parsed.from_the_start = True  # its table is its memory
     try:
         names = _devices(parsed.towers, parsed.devices)
         if parsed.restarts or parsed.min_towers is not None:
             from towers.launching.members import check_restarts
 
-            check_restarts(parsed.restarts, parsed.min_towers, None)
+            check_restarts(parsed.restarts, parsed.min_towers, None, towers=len(names))
     except ValueError as error:
         parser.error(str(error))
     program = _program(parser, parsed)
@@ -198,6 +200,10 @@ def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argument
     start, _, stop = parsed.steps.partition(":")
     if not (start.isdecimal() and stop.isdecimal() and 1 < int(start) < int(stop)):
         parser.error(f"--steps is {parsed.steps}, but must be START:STOP with 1 < START < STOP, such as 10:13")
+    output = pathlib.Path(parsed.output).absolute()
+    folder = next(parent for parent in output.parents if parent.exists())  # those below it will be created
+    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        parser.error(f"--output is {parsed.output}, but no file can be written there")
     parsed.rest = arguments
     os.environ["MIRRORED_TRACE"] = f"{start}:{stop}:{os.path.abspath(parsed.output)}"
     if parsed.towers is None and parsed.devices is None:
@@ -288,13 +294,16 @@ def _new(parser: argparse.ArgumentParser, folder: str) -> int:
     return 0
 
 
+_MOST_PER_CORE = 16  # towers
+
+
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     """Returns ``towers`` devices: the requested ones, or otherwise accelerators, or otherwise CPUs.
 
     Raises:
         ValueError: the arguments contradict each other, or there are too few accelerators.
     """
-    from towers.system import devices
+    from towers.system import devices, machine
 
     chosen = [str(device) for device in devices.for_worker(requested)]
     if towers is None or towers == len(chosen):
@@ -304,6 +313,8 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     if towers < 1:
         raise ValueError(f"--towers is {towers}, but must be at least 1")
     kind = devices.accelerator_kind()
+    if kind == "cpu" and towers > (most := _MOST_PER_CORE * machine.cores()):
+        raise ValueError(f"--towers is {towers}, but this machine has {machine.cores()} cores: at most {most} towers")
     if kind != "cpu" and towers > len(chosen):
         cpus = ",".join(f"cpu:{i}" for i in range(towers))
         raise ValueError(

@@ -351,6 +351,17 @@ class Folder:
                     self.disk.remove(entry)
 
 
+def find_checkpoint(path: pathlib.Path) -> pathlib.Path:
+    """Returns the checkpoint that a path names: its folder, or a file in it, or a run's folder or its ``latest``."""
+    if path.name in (NAME, TENSORS):
+        return path.parent
+    if path.name == LATEST or ((path / LATEST).exists() and not (path / NAME).exists()):
+        folder = path.parent if path.name == LATEST else path
+        if steps := Folder(folder, Disk()).steps():
+            return folder / name_of(steps[-1])
+    return path
+
+
 def is_checkpoint(place: pathlib.Path) -> bool:
     """Returns whether a folder contains files of a checkpoint and no others; hidden files and damage do not count."""
     if place.is_symlink() or not place.is_dir():

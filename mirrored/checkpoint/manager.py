@@ -18,7 +18,7 @@ from mirrored.checkpoint.memory import keep_snapshots
 from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.stopping import StopSignals
-from mirrored.checkpoint.tracked import TrackedObject, track
+from mirrored.checkpoint.tracked import TrackedObject, track_all
 from mirrored.context import refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
@@ -59,8 +59,8 @@ class CheckpointManager:
         strategy: the strategy whose towers save and restore together.
         folder: is created if it does not exist. Only one run at a time may write there.
         objects: by name: models, optimizers, schedulers, scalers, distributed datasets, metrics, and other objects with
-            ``state_dict`` and ``load_state_dict``; dicts and lists of numbers, strings and tensors, which are restored
-            in place.
+            ``state_dict`` and ``load_state_dict``; dicts and lists of such objects; dicts and lists of numbers, strings
+            and tensors, which are restored in place.
         keep: the number of newest steps to keep, at least 2. Named checkpoints are always kept.
         every_steps: the number of steps between saves by :meth:`step`.
         every_seconds: the number of seconds between saves by :meth:`step`.
@@ -127,7 +127,7 @@ class CheckpointManager:
         local = strategy.engine.local
         is_mirrored = strategy.is_mirrored if local is None else lambda parameter: False  # not between synchronisations
         tracked = [
-            *(track(name, target, is_mirrored) for name, target in objects.items()),
+            *track_all(objects, is_mirrored),
             *([TrackedObject("mirrored.local", local)] if local is not None else []),
             TrackedObject("mirrored.strategy", strategy),
             TrackedObject("mirrored.streams", strategy.streams),

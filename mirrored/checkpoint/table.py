@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mirrored.checkpoint.errors import listed
-from mirrored.checkpoint.folder import Disk, Folder
-from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint, name_of
+from mirrored.checkpoint.folder import find_checkpoint
+from mirrored.checkpoint.manifest import TENSORS, StoredCheckpoint
 from towers.system.text import printable
 
 _MOST_ROWS = 100_000
@@ -24,18 +24,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    with contextlib.closing(StoredCheckpoint(_find(pathlib.Path(path)))) as stored:
+    with contextlib.closing(StoredCheckpoint(find_checkpoint(pathlib.Path(path)))) as stored:
         return "\n".join(_lines(stored))
-
-
-def _find(path: pathlib.Path) -> pathlib.Path:
-    if path.name in (NAME, TENSORS):
-        return path.parent
-    if path.name == LATEST or ((path / LATEST).exists() and not (path / NAME).exists()):
-        folder = path.parent if path.name == LATEST else path
-        if steps := Folder(folder, Disk()).steps():
-            return folder / name_of(steps[-1])
-    return path
 
 
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:

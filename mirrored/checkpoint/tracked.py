@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -244,7 +244,7 @@ class TrackedContainer(Tracked):
         self._container = container
 
     def state(self) -> Any:
-        return self._container
+        return dict(self._container) if isinstance(self._container, dict) else list(self._container)
 
     def problem(self, state: Any) -> str | None:
         if not isinstance(state, dict if isinstance(self._container, dict) else list):
@@ -259,7 +259,7 @@ class TrackedContainer(Tracked):
             self._container[:] = state
 
     def rollback(self) -> Rollback:
-        before = self._container.copy()
+        before = self.state()
         return lambda: self.load(before)
 
 
@@ -309,6 +309,36 @@ class TrackedSchedule(TrackedObject):
         super().load(_without_additions(state))
 
 
+def track_all(objects: Mapping[Any, Any], is_mirrored: IsMirrored) -> Iterator[Tracked]:
+    """Yields the tracked objects of a script. Those in a dict or a list are called "name.key".
+
+    Raises:
+        ValueError, TypeError: see :func:`track`.
+    """
+    for name, target in objects.items():
+        inner = [*_inner(target)]
+        stateful = [part for _, part in inner if _has_state(part)]
+        if not stateful:
+            yield track(name, target, is_mirrored)
+        elif len(stateful) < len(inner):
+            raise TypeError(f"{name!r} has objects with a state and others: give the others another name")
+        else:
+            yield from track_all({f"{name}.{key}": part for key, part in inner}, is_mirrored)
+
+
+def _inner(target: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+        return ()
+    if isinstance(target, dict):
+        return target.items()
+    return enumerate(target) if isinstance(target, (list, tuple)) else ()
+
+
+def _has_state(target: Any) -> bool:
+    has = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
+    return has or any(_has_state(part) for _, part in _inner(target))
+
+
 def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
     """Returns a tracked object of the kind that fits ``target``.
 
@@ -326,10 +356,10 @@ def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
         return TrackedOptimizer(name, target, is_mirrored)
     if isinstance(target, LRScheduler):
         return TrackedSchedule(name, target)
-    if type(target) in (dict, list):
-        return TrackedContainer(name, target)
-    if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
+    if _has_state(target):
         return TrackedObject(name, target)
+    if isinstance(target, (dict, list)):
+        return TrackedContainer(name, target)
     raise TypeError(
         f"{name!r} is a {type(target).__name__}, which has no state_dict and load_state_dict; give models, optimizers, "
         "schedules, datasets, dicts, lists, or objects with these two methods"

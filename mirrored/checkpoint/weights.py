@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from mirrored.checkpoint.codec import Malformed
 from mirrored.checkpoint.errors import CheckpointError
-from mirrored.checkpoint.manifest import StoredCheckpoint
+from mirrored.checkpoint.folder import find_checkpoint
+from mirrored.checkpoint.manifest import TENSORS, StoredCheckpoint
 from mirrored.checkpoint.tensors import TensorFile
 from mirrored.checkpoint.tracked import TrackedModule
 from mirrored.interceptor import interceptor
@@ -64,7 +65,8 @@ def load_weights(
 
     Args:
         module: the model. Values are converted to its dtypes.
-        source: a checkpoint's folder (its checksums are compared), or a safetensors file.
+        source: a checkpoint's folder (its checksums are compared), the folder of a run, for its newest step, or a
+            safetensors file.
         name: the name of the model among the checkpoint's objects.
         include, exclude: patterns (``"backbone.*"``) of names in the model, after renaming.
         rename: replaces prefixes of names in the file by prefixes of names in the model. The first entry that matches
@@ -80,6 +82,8 @@ def load_weights(
     path = pathlib.Path(source)
     own = interceptor().folder(path.parent) / path.name  # `mirrored verify` gives each run its own folder
     path = own if own.exists() else path
+    if path.name != TENSORS:  # that file can be read alone
+        path = find_checkpoint(path)
     saved = _read(path, name)
     here = module.state_dict()
     taken: dict[str, str] = {}

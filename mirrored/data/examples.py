@@ -147,7 +147,10 @@ class SeededExamples:
 
     def _load(self, request: Request, index: Any) -> Any:
         seeds.seed_cpu(seeds.mix(request.seed, "example", request.epoch, index))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except StopIteration as error:  # it would end the loop over the batches
+            raise RuntimeError(f"the dataset raised StopIteration for example {index}") from error
 
 
 def _own_randomness() -> contextlib.AbstractContextManager[None]:
@@ -230,7 +233,10 @@ class PartCollate:
 
     def _seeded(self, examples: list[Any], seed: int) -> Any:
         seeds.seed_cpu(seed)
-        return self._collate_fn(examples)
+        try:
+            return self._collate_fn(examples)
+        except StopIteration as error:  # it would end the loop over the batches
+            raise RuntimeError("collate_fn raised StopIteration") from error
 
 
 class MapCollate(PartCollate):

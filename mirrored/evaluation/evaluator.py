@@ -108,12 +108,20 @@ class EarlyStopping:
         metric: a name among the returned metrics.
         max_steps: the number of training steps without a better value after which training stops.
         min_steps: evaluations of earlier steps do not count.
+
+    Raises:
+        ValueError: a number is negative or not whole, or ``max_steps`` is 0.
     """
 
     metric: str
     max_steps: int
     min_steps: int = 0
     higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("max_steps", self.max_steps, 1), ("min_steps", self.min_steps, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"EarlyStopping: {name} is {value!r}, but must be a whole number from {least}")
 
     def reason(self, rows: Sequence[Row]) -> str:
         """Returns why training must stop after the evaluation of the last row. Empty: it continues."""
@@ -179,7 +187,8 @@ class Evaluator:
         rows: the table.
 
     Raises:
-        ValueError: the folder is missing, or a name is invalid.
+        ValueError: the folder is missing, or a name or a number is invalid.
+        TypeError: an argument is of another type.
         DisagreementError: on all towers: their settings differ.
     """
 
@@ -196,6 +205,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         if not self.folder:
             raise ValueError(f"folder is {self.folder!r}, but must be that of the run's CheckpointManager")
+        self._check_types()
         path = interceptor().folder(pathlib.Path(self.folder))
         self._output = path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
         self._folder = Folder(path, Disk(), writer=self._output.name)
@@ -215,6 +225,21 @@ class Evaluator:
         self._lock: FolderLock | None = None
         self._board: Any = None
         self.rows: list[Row] = []
+
+    def _check_types(self) -> None:
+        if not callable(self.evaluate):
+            raise TypeError(f"evaluate is {self.evaluate!r}, but must be a function that returns metrics by name")
+        models = self.models.values() if isinstance(self.models, Mapping) else ()
+        if not models or not all(isinstance(model, nn.Module) for model in models):
+            raise TypeError(f"models is {self.models!r:.60}, but must be a dict of models by their names")
+        if not all(isinstance(exporter, Exporter) for exporter in self.exporters):
+            raise TypeError(f"exporters is {self.exporters!r:.60}, but must be a list of Exporter")
+        if self.stop is not None and not isinstance(self.stop, EarlyStopping):
+            raise TypeError(f"stop is {self.stop!r:.60}, but must be an EarlyStopping")
+        for name in ("timeout_seconds", "throttle_secs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{name} is {value!r}, but must be a number of seconds from 0")
 
     def _check_exporters(self) -> None:
         taken = {HELD, TABLE}

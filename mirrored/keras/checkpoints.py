@@ -218,7 +218,8 @@ class _Progress:
         self._data, self._metrics, self._history = state["data"], state["metrics"], state["history"]
         here = [type(callback).__name__ for callback in self._callbacks]
         if (saved := [name for name, _ in state["callbacks"]]) != here:
-            raise ValueError(f"the callbacks are {', '.join(here)} here, and {', '.join(saved)} in the checkpoint")
+            now, before = (", ".join(names) or "none" for names in (here, saved))
+            raise ValueError(f"the callbacks of fit are {now} here, and {before} in the checkpoint")
         for callback, (_, attributes) in zip(self._callbacks, state["callbacks"], strict=True):
             vars(callback).update(attributes)
 

@@ -25,7 +25,7 @@ from mirrored.monitor import measuring
 from mirrored.monitor.outputs import Output, Screen, json_lines, scalars, tracked
 from mirrored.monitor.report import Report, add_times, sums
 from mirrored.monitor.timeline import Timeline
-from towers.collectives.agreement import agree, announce_with_body
+from towers.collectives.agreement import agree, announce, announce_with_body
 from towers.collectives.communicator import Communicator
 
 
@@ -60,7 +60,7 @@ class Monitor:
 
     Raises:
         TypeError: ``strategy`` is not a strategy whose towers train in step.
-        ValueError: a number is not positive.
+        ValueError: a number is not positive; or, on all towers, the chief cannot write ``jsonl``.
         RuntimeError: the strategy has a monitor that is not closed, or a trace is running.
         DisagreementError: on all towers: their settings differ.
     """
@@ -81,9 +81,14 @@ class Monitor:
         peak_flops: float | None = None,
     ) -> None:
         _check(strategy, loss, every=every, total=total or 1, flops=flops or 1, peak_flops=peak_flops or 1)
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"writer is {writer!r:.60}, but must be a SummaryWriter, with a method add_scalar")
+        if not isinstance(trackers, Sequence) or not all(map(callable, trackers)):
+            raise TypeError(f"trackers is {trackers!r:.60}, but must be a list of functions, such as [wandb.log]")
         settings = {"every": every, "loss": loss, "gradient_norm": gradient_norm, "flops": flops}
         comm = strategy.communicator
         agree(comm, "mirrored.Monitor", settings)
+        file = _on_chief(comm, lambda: json_lines(jsonl)) if jsonl is not None else []
         self._strategy = strategy
         self._every = every
         self._averages = loss == "mean"
@@ -103,8 +108,8 @@ class Monitor:
         )
         self._screen = Screen(total) if show and strategy.is_chief else None
         self._outputs: list[Output] = [self._screen] if self._screen is not None else []
+        self._outputs += file
         if strategy.is_chief:
-            self._outputs += [json_lines(jsonl)] if jsonl is not None else []
             self._outputs += [scalars(writer)] if writer is not None else []
             self._outputs += map(tracked, trackers)
 
@@ -122,13 +127,15 @@ class Monitor:
             The report if one is due, otherwise None.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number.
+            TypeError, ValueError: ``loss`` is not one number, or ``examples`` is negative.
             RuntimeError: inside ``run``, or after :meth:`close`.
             DisagreementError: on all towers, if some make another call.
         """
         refuse_inside_run("monitor.step()", "call it after run has returned")
         if not self._detach.alive:
             raise RuntimeError("monitor.step() was called after monitor.close()")
+        if examples is not None and not examples >= 0:
+            raise ValueError(f"examples is {examples!r}, but must be a number from 0")
         if loss is not None:
             self._add(loss)
         self.steps += 1
@@ -256,6 +263,18 @@ class Monitor:
         if self._screen is not None:
             self._screen.advance(state["steps"] - self.steps)
         self.steps = self._reported = state["steps"]
+
+
+def _on_chief(comm: Communicator, make: Callable[[], Output]) -> list[Output]:
+    """Makes an output on the chief. If that fails, it is a ValueError on all towers."""
+    error, outputs = None, list[Output]()
+    if comm.index == 0:
+        try:
+            outputs.append(make())
+        except (OSError, TypeError) as raised:
+            error = ValueError(f"jsonl cannot be written: {raised}")
+    announce(comm, "makes a mirrored.Monitor", error=error)
+    return outputs
 
 
 def _check(strategy: Any, loss: str, **positive: Any) -> None:

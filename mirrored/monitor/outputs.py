@@ -53,6 +53,7 @@ def json_lines(path: str | os.PathLike[str]) -> Output:
     """
     file = pathlib.Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.open("a").close()
 
     def write(report: Report) -> None:
         with file.open("a", encoding="utf-8") as lines:

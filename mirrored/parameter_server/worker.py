@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -24,6 +24,34 @@ _index: int | None = None
 def current_worker_index() -> int | None:
     """Returns the index of this process's worker, or None in other processes."""
     return _index
+
+
+class _Counted:
+    """An iterator of per-worker data that counts its batches.
+
+    Attributes:
+        count: the number of batches so far.
+        has_ended: whether it had no more, in the present call.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.count, self.has_ended = 0, False
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self.count += 1
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 class Worker:
@@ -79,7 +107,19 @@ class Worker:
         data = self._resolve(("dataset", index))
         if (iterator := iter(data)) is data:
             del self._made[("dataset", index)]  # it can be used only once: another iterator needs new data
-        return iterator
+        return _Counted(iterator)
+
+    def _counted(self) -> list[_Counted]:
+        return [made for made in self._made.values() if isinstance(made, _Counted)]
+
+    def _why_stopped(self, error: BaseException) -> str:
+        ended = [made for made in self._counted() if made.has_ended]
+        if isinstance(error, StopIteration) and ended:
+            return (
+                f"the data of worker {self._input.input_pipeline_id} ended after {ended[-1].count} batches: let "
+                "create_per_worker_dataset return data without an end, or schedule fewer functions"
+            )
+        return f"a scheduled function on worker {self._input.input_pipeline_id} raised {type(error).__name__}"
 
     def call(self, pickled: bytes, additions: Sequence[ray.ObjectRef[Any]]) -> bytes:
         """Calls a function.
@@ -92,7 +132,8 @@ class Worker:
             The pickled result, with tensors on the CPU.
 
         Raises:
-            Exception: the exception that the function raised.
+            Exception: the exception that the function raised. One with a meaning for Python's loops, which would end a
+                loop of the chief, is a RuntimeError.
         """
         for method, arguments in ray.get(additions[self._added :]):
             getattr(self, method)(*arguments)
@@ -101,10 +142,14 @@ class Worker:
         self._replica.refresh()
         fn, args, kwargs, conditions = references.load(pickled, self._resolve)
         self._replica.adopt_conditions(conditions)
+        for data in self._counted():
+            data.has_ended = False
         try:
             result = fn(*args, **kwargs)
             self._replica.rebind()
             self._replica.add_buffers()
+        except (StopIteration, StopAsyncIteration, GeneratorExit) as error:
+            raise RuntimeError(self._why_stopped(error)) from error
         finally:
             self._replica.settle()
             written = self._replica.take_back()

@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -20,7 +21,7 @@ from mirrored.checkpoint.codec import Encoder, Malformed, decode
 from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from tests.faults.training import make_model
-from tests.support.checkpoints import Stubborn, come_back, damage, json_values, manager_of, one_tower
+from tests.support.checkpoints import come_back, damage, json_values, manager_of, one_tower
 from tests.support.jobs import all_raise, failures
 from tests.support.programs import run_command
 
@@ -133,7 +134,6 @@ def test_state_of_another_dtype_than_its_parameter_keeps_it(folder: pathlib.Path
     [
         (collections.defaultdict(list), "progress/value is a "),
         (bytearray(b"x"), "progress/value is a "),
-        (Stubborn(), "progress/value is a "),
         ([print], "progress/value/0 is a builtin_function_or_method, which cannot be saved"),
     ],
 )
@@ -294,3 +294,45 @@ def test_a_step_that_the_chief_alone_counts(folder: pathlib.Path) -> None:
     all_raise(mirrored.DisagreementError, words, count_a_step_on_the_chief_alone, folder, 0)
     _, other = failures(count_a_step_on_the_chief_alone, folder, 1)
     assert "tower 1 strategy.barrier(), and tower 0 something else" in str(other)
+
+
+def test_objects_in_dicts_and_lists_are_saved(tmp_path: pathlib.Path) -> None:
+    def made(value: float) -> dict[str, Any]:
+        models = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
+        for model in models.values():
+            nn.init.constant_(model.weight, value)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=value) for model in models.values()]
+        return {"models": models, "optimizers": optimizers, "seen": collections.Counter(x=int(value))}
+
+    manager_of(tmp_path, made(2.0)).save("it", wait=True)
+    other = made(1.0)
+    manager_of(tmp_path, other).restore("it")
+    assert [float(model.weight) for model in other["models"].values()] == [2.0, 2.0]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in other["optimizers"]] == [2.0, 2.0]
+    assert other["seen"] == collections.Counter(x=2)
+    assert mirrored.load_weights(other["models"]["a"], tmp_path / "it", name="models.a").loaded
+
+
+def test_a_dict_of_objects_and_numbers_is_refused_at_once(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="'all' has objects with a state and others"):
+        manager_of(tmp_path, {"all": {"model": nn.Linear(1, 1), "epoch": 3}})
+
+
+@pytest.mark.parametrize("kind", [collections.OrderedDict, collections.Counter, lambda: collections.defaultdict(int)])
+def test_other_kinds_of_dicts_are_restored_in_place(kind: Callable[[], Any], tmp_path: pathlib.Path) -> None:
+    saved, restored = kind(), kind()
+    saved["a"] = 3
+    come_back(tmp_path, saved, restored)
+    assert restored == saved
+    assert type(restored) is type(saved)
+
+
+def test_weights_of_the_newest_step(tmp_path: pathlib.Path) -> None:
+    manager, model = one_tower(tmp_path)
+    manager.step()
+    manager.step()
+    manager.wait()
+    for source in (tmp_path, tmp_path / "latest"):
+        nn.init.zeros_(model.weight)
+        assert len(mirrored.load_weights(model, source).loaded) == 2
+        assert model.weight.any()

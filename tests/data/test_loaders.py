@@ -309,3 +309,27 @@ def test_a_loaders_generator_seeds_its_order(kind: str) -> None:
     g = torch.Generator().manual_seed(1)
     loader = DataLoader(range(8), 8, shuffle=True, generator=g)
     assert batches(one, loader, seed=2) == batches(one, range(8), 8, shuffle=True, seed=2), "seed= comes first"
+
+
+class Stops(Dataset[torch.Tensor]):
+    """Raises StopIteration for an example."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 9:
+            raise StopIteration
+        return torch.tensor(float(index))
+
+
+def _stopping(strategy: mirrored.Strategy, workers: int) -> int:
+    return len(list(strategy.distribute_dataset(Stops(), 4, num_workers=workers)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_stop_iteration_is_an_error(workers: int) -> None:
+    words = "the dataset raised StopIteration for example 9"
+    for count in (1, 2):
+        with pytest.raises(mirrored.TowerFailedError, match=words):
+            towers(_stopping, workers, count=count)

@@ -337,6 +337,8 @@ def test_a_cluster_of_one_worker_is_this_machine(monkeypatch: pytest.MonkeyPatch
     [
         (["--towers", "0"], "--towers is 0, but must be at least 1"),
         (["--towers", "3", "--devices", "cpu:0"], "--towers is 3, but --devices names 1"),
+        (["--towers", "100000"], "--towers is 100000, but this machine has "),
+        (["--towers", "2", "--restarts", "1", "--min-towers", "9"], "min_towers is 9, but the job has 2 towers"),
         (["--devices", "cuda:97"], "cuda:97 asked for"),
         (["--devices", "cpu,cpu"], "cpu:0 more than once"),
         (["no_such_script.py"], "the file no_such_script.py does not exist"),

@@ -161,6 +161,32 @@ def test_tensorboard_has_the_numbers_of_each_report(tmp_path: pathlib.Path) -> N
     assert losses[0][1] == pytest.approx(report.loss)
 
 
+def _bad_outputs(strategy: mirrored.Strategy, folder: str) -> list[str]:
+    """The messages of all kinds of outputs that are none; each tower has the same."""
+    kinds: list[tuple[type[Exception], dict[str, Any]]] = [
+        (ValueError, {"jsonl": folder}),
+        (ValueError, {"jsonl": f"{folder}/file/monitor.jsonl"}),
+        (TypeError, {"writer": print}),
+        (TypeError, {"trackers": print}),
+        (TypeError, {"trackers": ["wandb"]}),
+    ]
+    return [text_of(kind, mirrored.Monitor, strategy, **options) for kind, options in kinds]
+
+
+def test_outputs_that_cannot_be_are_an_error_on_all_towers(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, below, writer, *trackers in towers(_bad_outputs, str(tmp_path)):
+        assert "jsonl cannot be written: [Errno 21] Is a directory" in folder
+        assert "jsonl cannot be written: " in below
+        assert "but must be a SummaryWriter" in writer
+        assert all("but must be a list of functions" in text for text in trackers)
+
+
+def test_examples_are_not_negative() -> None:
+    with mirrored.Monitor(mirrored.OneDeviceStrategy("cpu")) as monitor, pytest.raises(ValueError, match="examples is"):
+        monitor.step(examples=-5)
+
+
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
     record = Report(1, loss=float("nan"), learning_rate=0.1).record()
     assert json.loads(json.dumps(record, allow_nan=False)) == {

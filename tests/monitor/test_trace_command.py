@@ -10,7 +10,7 @@ import pytest
 
 from mirrored import cli
 from tests.monitor.test_traces import by_tower, named
-from tests.support.programs import run_command
+from tests.support.programs import run_command, run_program
 from tests.verification.template import Script
 
 pytestmark = pytest.mark.extended
@@ -66,10 +66,22 @@ def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("output", ["train.py/trace.json", "."])
 def test_a_file_that_cannot_be_written_is_the_only_error(output: str, tmp_path: pathlib.Path) -> None:
     path = script(tmp_path, "MirroredStrategy(devices=['cpu:0'])")
-    words = ["mirrored", "trace", "--steps", "3:5", "--output", output, path, "1"]
-    errors = run_command(words, cwd=str(tmp_path), code=1).stderr
+    variables = {"MIRRORED_TRACE": f"3:5:{tmp_path / output}"}
+    errors = run_program([path, "1"], env=variables, cwd=str(tmp_path), code=1).stderr
     assert "ValueError: " in errors
     assert "in _explain" not in errors
+
+
+@pytest.mark.parametrize("output", ["", "folder", "file/trace.json"])
+def test_a_file_that_cannot_be_written_is_refused_at_once(
+    output: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", __file__, f"--output={tmp_path / output}"])
+    assert ended.value.code == 2
+    assert "but no file can be written there" in capsys.readouterr().err
 
 
 @pytest.mark.row(77)

@@ -292,7 +292,7 @@ def test_errors_of_all_kinds_arrive() -> None:
     def fail(kind: type[Exception], **arguments: int) -> None:
         raise kind(**arguments)
 
-    for kind in (StopIteration, OSError, ray.exceptions.ActorDiedError):  # the last one is no loss of the worker
+    for kind in (LookupError, OSError, ray.exceptions.ActorDiedError):  # the last one is no loss of the worker
         with pytest.raises(kind) as error:
             side.call(fail, kind)
         assert type(error.value) is kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -33,6 +34,26 @@ def training() -> Training:
 
 def fail() -> None:
     raise KeyError("no such word")
+
+
+def test_data_that_end_are_an_error_that_names_the_worker(training: Training) -> None:
+    data = iter(training.coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+    with pytest.raises(RuntimeError, match=r"the data of worker \d ended after 3 batches"):
+        for _ in range(20):
+            training.coordinator.schedule(next, args=(data,)).fetch()
+    with contextlib.suppress(RuntimeError, CancelledError):
+        training.coordinator.join()
+
+
+@pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration, GeneratorExit])
+def test_an_exception_with_a_meaning_for_loops_is_another_one_here(training: Training, kind: type[Exception]) -> None:
+    def stop() -> None:
+        raise kind
+
+    with pytest.raises(RuntimeError, match=rf"a scheduled function on worker \d raised {kind.__name__}"):
+        training.coordinator.schedule(stop).fetch()
+    with pytest.raises(RuntimeError):
+        training.coordinator.join()
 
 
 SURFACES: dict[str, Callable[[Training], Any]] = {

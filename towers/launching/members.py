@@ -13,8 +13,13 @@ from towers.launching.job import Job
 _COUNT_SECONDS = 300.0  # time for a new process to load torch and count devices; a driver may hang
 
 
-def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | None) -> None:
+def check_restarts(
+    restarts: int, min_towers: int | None, virtual_towers: int | None, towers: int | None = None
+) -> None:
     """Checks that a strategy's options, or those of ``mirrored run``, fit each other.
+
+    Args:
+        towers: the number of towers of the job, if it is known.
 
     Raises:
         ValueError: they do not.
@@ -27,6 +32,8 @@ def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | 
         raise ValueError(f"min_towers is {min_towers!r}, but must be a positive whole number")
     if not restarts:
         raise ValueError(f"min_towers={min_towers} is for jobs that restart: pass restarts=, too")
+    if towers is not None and min_towers > towers:
+        raise ValueError(f"min_towers is {min_towers}, but the job has {towers} towers")
     if virtual_towers is not None and virtual_towers % min_towers:
         raise ValueError(
             f"min_towers is {min_towers}, but virtual_towers={virtual_towers} is split into equal parts: pass a "
