@@ -28,9 +28,11 @@ def test_errors_that_a_script_catches(launcher: str, how: str) -> None:
         result = run_program([PROGRAM, "forward", how], env={"TOWERS_DEVICES": "cpu:0,cpu:1"}, code=1)
     else:
         result = run_command([*LAUNCHERS[launcher], PROGRAM, "forward", how], code=1)
-    words = r"tower \d (failed|ended)|is out of step|RuntimeError: CUDA out of memory"
+    words = r"tower \d (failed|ended)|put the towers out of step|RuntimeError: CUDA out of memory"
     last = result.stderr if launcher == "torchrun" else result.stderr.splitlines()[-1]
     assert re.search(words, last), last
+    if how in ("except RuntimeError", "suppress"):
+        assert "catches.py" in result.stderr, "the line of the script"
 
 
 @pytest.mark.parametrize("where", ["backward", "after"])

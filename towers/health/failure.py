@@ -265,9 +265,12 @@ def note_out_of_step(tower: int, cause: BaseException) -> None:
     global _out_of_step
     if _out_of_step is None and isinstance(cause, Exception):
         report = FailureReport.of(cause)
+        # The script may catch the error before it has gone through the script's own frames.
+        lines = [*traceback.format_stack()[:-2], *traceback.format_tb(cause.__traceback__)]
+        trace = "".join(["Traceback (most recent call last):\n", *lines, f"{report.text}\n"])
         text = f"the script of tower {tower} has caught an error that put the towers out of step ({report.short})"
         kind = PeerLostError if report.consequence else TowersError
-        _out_of_step = os.getpid(), kind(text), report.trace
+        _out_of_step = os.getpid(), kind(text), trace
 
 
 def leave_if_out_of_step() -> None:
