@@ -237,8 +237,8 @@ def main(arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
     from tests.gpu.pairs import start_pair
 
-    first, second = start_pair([str(pathlib.Path(__file__).parent), "counts", *arguments], 300, 20)
-    print(first.out)
+    words = [str(pathlib.Path(__file__).parent), "counts", *arguments]
+    first, second = start_pair(words, 300, 20, shown=True)
     if first.code or second.code:
         print(first.err[-3000:], second.err[-3000:], file=sys.stderr)
         sys.exit(1)

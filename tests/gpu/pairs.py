@@ -32,11 +32,12 @@ class Rank:
     at: float
 
 
-def start_pair(words: list[str], limit: float, patience: float) -> list[Rank]:
+def start_pair(words: list[str], limit: float, patience: float, shown: bool = False) -> list[Rank]:
     """A program on two ranks on one GPU, which NCCL takes for two hosts: never for speed.
 
     Args:
         patience: seconds from the failure of one rank until the other is ended: it may spin in NCCL.
+        shown: whether the output of rank 0 is that of this process, as it comes.
     """
     common = {
         "WORLD_SIZE": "2",
@@ -58,7 +59,8 @@ def start_pair(words: list[str], limit: float, patience: float) -> list[Rank]:
                 if rank == 0:
                     variables["ALONE"] = "1"
                 command = [sys.executable, *words]
-                processes.append(subprocess.Popen(command, env=variables, stdout=out, stderr=err))
+                stdout = None if shown and rank == 0 else out
+                processes.append(subprocess.Popen(command, env=variables, stdout=stdout, stderr=err))
             deadline = time.monotonic() + limit
             while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
                 ends |= {rank: time.monotonic() for rank, code in enumerate(codes) if code is not None} | ends
