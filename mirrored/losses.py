@@ -296,7 +296,8 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
         "the number of entries over all towers is not known. Give one loss per example (for sequences of one length "
         "loss.view(labels.shape).mean(1); for padded ones loss.view(labels.shape) with sample_weight=mask and "
-        "denominator='weights'), or pass global_batch_size, or batch=() where the loss is of no distributed batch"
+        "denominator='weights'), or pass global_batch_size. Pass batch=() if collate_fn drops or adds examples, or if "
+        "the loss is of no distributed batch: then the entries of all towers are counted"
     )
 
 

@@ -27,6 +27,8 @@ into plain layers. ``nn.SyncBatchNorm`` layers, which already synchronise throug
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 import os
 import threading
@@ -167,8 +169,19 @@ class _OverAllTowers(BatchNormBase):
         return _train(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # For copies and pickles: the class was created here and cannot be imported by name.
-        return (_new, (self.plain,), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
+        # Pickles contain the plain class, which can be loaded where this package is not installed.
+        made: Any = copyreg.__dict__["_reconstructor"]  # the name in every pickle of protocol 0 and 1
+        return (made, (self.plain, object, None), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
+
+    def __copy__(self) -> _OverAllTowers:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OverAllTowers:
+        memo[id(self)] = other = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
 
 @functools.cache
@@ -178,11 +191,6 @@ def _over_all_towers(plain: Any) -> Any:
     if (later := getattr(plain, "cls_to_become", None)) is not None:  # a lazy layer
         attributes["cls_to_become"] = _over_all_towers(later)
     return type(f"Sync{plain.__name__}", (_OverAllTowers, plain), attributes)
-
-
-def _new(plain: Any) -> Any:
-    kind = _over_all_towers(plain)
-    return kind.__new__(kind)
 
 
 @disable_dynamo

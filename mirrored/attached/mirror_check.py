@@ -54,7 +54,8 @@ _LOOK_FOR = (
     "(EMA), a scheduler or a loaded state under `if strategy.is_chief:`; a scheduler or an optimizer "
     "(ReduceLROnPlateau, LBFGS) that received this tower's loss instead of the reduced one; gradients that no "
     "backward() has averaged; parameters or averaged gradients changed with this tower's random numbers or "
-    "data; a faulty GPU or memory. Create state that one tower alone keeps outside the scope."
+    "data; a forward that changes parameters by the examples of its share (Embedding(max_norm=…), initialization that "
+    "depends on data); a faulty GPU or memory. Create state that one tower alone keeps outside the scope."
 )
 
 _PUT_IN_LATER = (

@@ -25,6 +25,8 @@ class TorchrunClusterResolver(ClusterResolver):
         by_torchrun = RUN_ID in environ
         started_by = environ.get(STARTED_BY) or ("torchrun" if by_torchrun else "RANK and WORLD_SIZE")
         self.origin = "torchrun's variables" if by_torchrun else "the variables RANK, WORLD_SIZE, …"
+        if started_by.startswith("mirrored "):
+            self.origin = started_by
         missing = [name for name in REQUIRED if not environ.get(name)]
         local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if any(environ.get(name) for name in local):

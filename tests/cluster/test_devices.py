@@ -88,6 +88,13 @@ def test_explicit_devices_that_contradict_the_launcher() -> None:
         devices.for_tower(0, 2, ["cpu:0"], "torchrun")
 
 
+def test_a_kind_is_for_all_towers() -> None:
+    for named in (["cpu"], [torch.device("cpu")]):
+        assert [devices.for_tower(i, 3, named, "torchrun") for i in range(3)] == [
+            torch.device("cpu", i) for i in range(3)
+        ]
+
+
 def test_devices() -> None:
     assert [str(d) for d in devices.parse_all(["/gpu:1", "GPU:0", "cuda:2", "/device:GPU:3"])] == [
         "cuda:1",

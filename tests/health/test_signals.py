@@ -56,6 +56,15 @@ def test_towers_that_are_told_to_end_may_save(told: Told, tower: int | None, num
     assert re.fullmatch(f"mirrored: preempted{said}", error.splitlines()[-1])
 
 
+def test_the_tasks_of_a_simulated_cluster_end_with_it() -> None:
+    process = start_command(["mirrored", "cluster", WAITS])
+    assert process.stdout.readline() == "ready\n"
+    tasks = family(process.pid)[1:]
+    assert len(tasks) >= 4, "two agents, each with a tower"
+    process.kill()
+    await_ends(*tasks)
+
+
 @pytest.mark.parametrize("told", ["user"], indirect=True)
 def test_a_signal_that_towers_handle_reaches_them(told: Told) -> None:
     process, _ = told

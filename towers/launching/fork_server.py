@@ -42,13 +42,14 @@ import numpy
 import torch
 
 from towers.health.failure import leave
+from towers.system import machine
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
 
 _FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing until they are used
 
 _START_SECONDS = 300.0  # time for the server to load torch's compiler and fork
-_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 def fork_towers(path: Sequence[str]) -> None:
@@ -182,7 +183,7 @@ def _become(
 ) -> NoReturn:
     """Runs the program until it or the agent ends. No signal of a terminal reaches it."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    machine.end_with_parent(signal.SIGKILL)
     for number, name in enumerate(streams, start=1):
         if name is not None:
             target = os.open(name, os.O_WRONLY | os.O_APPEND)

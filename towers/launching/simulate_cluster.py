@@ -82,7 +82,14 @@ def simulate(program: Sequence[str], workers: int, servers: int = 0) -> int:
                     )
                     env = _environment(cluster, job, index)
                     # In its own session: otherwise it would receive a terminal's signal twice, directly and forwarded.
-                    process = subprocess.Popen(program, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+                    process = subprocess.Popen(
+                        program,
+                        env=env,
+                        stdout=stdout,
+                        stderr=stderr,
+                        start_new_session=True,
+                        preexec_fn=machine.end_with_parent,
+                    )
                     processes.append(process)
                 attempt.processes[len(processes) - 1] = processes[-1].pid
             attempt.wait()

@@ -137,7 +137,8 @@ def for_tower(
     """Returns the device of tower ``local_index`` among the ``local_size`` towers that a launcher started here.
 
     Args:
-        requested: the devices that the script or ``TOWERS_DEVICES`` names, or None.
+        requested: the devices that the script or ``TOWERS_DEVICES`` names, or None. A single kind without an index
+            ("cpu") names a device of this kind for each tower.
         origin: the source of the number of towers, for messages.
         sees_all: whether the launcher shows every process all GPUs, and not only its own one.
 
@@ -148,6 +149,9 @@ def for_tower(
     """
     kind = accelerator_kind()
     count = count_of(kind)
+    requested = list(requested) if requested is not None else None
+    if requested is not None and len(requested) == 1 and str(requested[0]) in ("cpu", kind):  # a kind, for all towers
+        requested = [f"{requested[0]}:{i}" for i in range(local_size)]
     chosen = parse_all(requested) if requested is not None else None
     shown_one = kind != "cpu" and count == 1 and local_size > 1 and not sees_all
     if shown_one and (chosen is None or chosen == [torch.device(kind, 0)]):

@@ -15,6 +15,7 @@ import ctypes
 import os
 import pathlib
 import re
+import signal
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -28,6 +29,7 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"
 
 _REACH_SECONDS = 3.0
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def host_identity() -> str:
@@ -218,3 +220,9 @@ def _nccl_is_configured(environ: Mapping[str, str]) -> bool:
         except OSError:  # the file does not exist
             continue
     return False
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Makes the kernel send this process a signal when the thread that has started it ends, for any reason."""
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number)
