@@ -33,6 +33,7 @@ from mirrored.keras.monitor import Monitor
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training
+from towers.collectives.agreement import announce
 from towers.errors import MirrorError
 from towers.sharding.optimizer import OptimizerSharder
 
@@ -148,6 +149,8 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         arguments["callbacks"] = tower_callbacks.for_tower(strategy, arguments["callbacks"], fits)
         if not strategy.is_chief:
             arguments["verbose"] = 0
+        if not fits:  # fit announces itself, when its callbacks are known
+            announce(strategy.communicator, f"the beginning of model.{original.__name__}")
     with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if fits:
             arguments["callbacks"] = _with_checkpoints(model, training, arguments, stack)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mirrored.keras
-from tests.support.jobs import launch, text_of
+from tests.support.jobs import all_raise, launch, text_of
 
 Call = Callable[[mirrored.Strategy, torch.Tensor, list[torch.Tensor]], Any]
 
@@ -141,3 +141,22 @@ def test_a_metric_that_the_model_does_not_list_is_refused() -> None:
     for texts in launch(unlisted):
         for text in texts:
             assert text.startswith("the metric 'hidden' was updated in a step of a Keras model, but model.metrics does")
+
+
+def _on_the_chief(strategy: mirrored.Strategy, call: str) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 3), "float32")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    if strategy.is_chief:
+        getattr(model, call)(*[x, x[:, :1]][: 1 + (call == "evaluate")], batch_size=4, verbose=0)
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_a_call_of_the_chief_alone_is_named(call: str) -> None:
+    words = (
+        f"the towers made different calls: tower 1 the beginning of model.fit, tower 0 the beginning of model.{call}"
+    )
+    all_raise(mirrored.DisagreementError, words, _on_the_chief, call)
