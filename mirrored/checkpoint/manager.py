@@ -133,8 +133,8 @@ class CheckpointManager:
             TrackedObject("mirrored.streams", strategy.streams),
         ]
         trains = any(isinstance(target, torch.optim.Optimizer) for target in objects.values())  # else: weights alone
-        has_data = any(isinstance(target, DistributedDataset) for target in objects.values())
-        self._reminds_of_data, self._reminds_of_gradients = trains and not has_data, True
+        self._data = [target for target in objects.values() if isinstance(target, DistributedDataset)]
+        self._reminders = {"gradients", *(["data"] if trains and not self._data else [])}
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
@@ -246,13 +246,13 @@ class CheckpointManager:
 
     def _remind(self) -> None:
         """Logs once which state is not saved."""
-        if self._reminds_of_data and self._comm.index == 0:
+        if "data" in self._reminders and self._comm.index == 0:
             log.info(
                 "the saved objects include no distributed dataset: a resumed run starts its data from the beginning"
             )
-        self._reminds_of_data = False
-        if self._reminds_of_gradients and self._strategy.engine.averager.unsynced():
-            self._reminds_of_gradients = False
+        self._reminders.discard("data")
+        if "gradients" in self._reminders and self._strategy.engine.averager.unsynced():
+            self._reminders.discard("gradients")
             log.warning(
                 "step %d is saved without the gradients that no_sync() has accumulated, so a run that resumes "
                 "from it loses them: call CheckpointManager.step() only after optimizer.step()",
@@ -329,6 +329,8 @@ class CheckpointManager:
 
     def _continue_from(self, restored: Restored) -> Restored:
         self.steps = restored.step
+        for data in self._data:
+            data.note_resumed()
         self._strategy.health.go_on_after(self.steps)
         if restored.towers != self._comm.size:
             self._strategy.streams.restart(f"resumed at step {restored.step}")

@@ -223,3 +223,24 @@ def _unlike(strategy: mirrored.Strategy, folder: str) -> Any:
 
 def test_towers_get_their_own_back_also_where_the_bytes_are_equal(folder: pathlib.Path) -> None:
     assert towers(_unlike, str(folder)) == [str(torch.zeros(4)), str(torch.zeros(2, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("uses_epochs", [True, False])
+def test_a_loop_over_range_gets_a_hint(uses_epochs: bool, tmp_path: pathlib.Path, caplog: Any) -> None:
+    strategy = mirrored.OneDeviceStrategy()
+
+    def run(steps: int) -> int:
+        data = strategy.distribute_dataset(torch.arange(4.0), 2)
+        manager = mirrored.CheckpointManager(strategy, tmp_path, {"data": data}, every_steps=1)
+        with manager.resume():
+            for _ in data.epochs(3) if uses_epochs else range(3):
+                for _ in data:
+                    manager.step()
+                    if manager.steps == steps:
+                        return steps
+        return manager.steps
+
+    run(3)
+    assert "train.epochs(N)" not in caplog.text
+    assert run(100) == (6 if uses_epochs else 8)
+    assert ("the data resume in epoch 1, at step 1. A loop over range(N)" in caplog.text) is not uses_epochs
