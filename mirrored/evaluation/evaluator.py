@@ -432,6 +432,11 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
     strategy, data, max_steps = eval_spec.strategy, train_spec.data, train_spec.max_steps
     if max_steps < 1:
         raise ValueError(f"max_steps is {max_steps!r}, but must be at least 1")
+    if hasattr(strategy, "coordinator"):
+        raise ValueError(
+            "train_and_evaluate would train on the chief alone with ParameterServerStrategy: schedule the steps with a "
+            "ClusterCoordinator, and evaluate the checkpoints with an Evaluator"
+        )
     if is_evaluator(strategy):
         return eval_spec.run()
     objects = {**train_spec.objects, **eval_spec.models, "train": data}

@@ -263,7 +263,8 @@ class ShardedOptimizer:
         local = [self._can_be_sharded(slot) and cut_rows(slot, channel.size) for slot in slots]
         rows = channel.all_gather_json(local)
         cuts = {slot: row[0] for slot, *row in zip(slots, *rows, strict=True) if all(row)}
-        names = [slot.name for slot in slots if slot not in cuts and slot.shape.numel()]
+        whole = [slot for slot in slots if slot not in cuts and slot.shape.numel()]
+        names = [slot.name for slot in whole if (p := slot.parameter()) is not None and p.requires_grad]
         if names and channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
