@@ -316,18 +316,19 @@ def track_all(objects: Mapping[Any, Any], is_mirrored: IsMirrored) -> Iterator[T
         ValueError, TypeError: see :func:`track`.
     """
     for name, target in objects.items():
-        inner = [*_inner(target)]
-        stateful = [part for _, part in inner if _has_state(part)]
+        inner = dict(_inner(target))
+        stateful = [part for part in inner.values() if _has_state(part) or any(_has_state(p) for _, p in _inner(part))]
         if not stateful:
             yield track(name, target, is_mirrored)
         elif len(stateful) < len(inner):
             raise TypeError(f"{name!r} has objects with a state and others: give the others another name")
         else:
-            yield from track_all({f"{name}.{key}": part for key, part in inner}, is_mirrored)
+            yield from track_all({f"{name}.{key}": part for key, part in inner.items()}, is_mirrored)
 
 
 def _inner(target: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+    """Returns the entries of a dict, list or tuple that has no state itself, by their keys."""
+    if _has_state(target):
         return ()
     if isinstance(target, dict):
         return target.items()
@@ -335,8 +336,7 @@ def _inner(target: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _has_state(target: Any) -> bool:
-    has = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
-    return has or any(_has_state(part) for _, part in _inner(target))
+    return callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
 
 
 def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:

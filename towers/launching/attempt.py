@@ -199,8 +199,7 @@ class Attempt:
             A function that restores the previous handlers in any case.
         """
         before = {number: signal.getsignal(number) for number in numbers}
-        earlier = [each for each in USER_SIGNALS if _is_of_attempt(signal.getsignal(each))]
-        users = [*unhandled(*USER_SIGNALS), *earlier]
+        users = unhandled(*USER_SIGNALS)
         before |= dict.fromkeys(users, signal.SIG_DFL)
 
         def restore() -> None:
@@ -278,6 +277,7 @@ class Attempt:
 
 
 def _is_of_attempt(handler: object) -> bool:
+    """Returns whether a handler forwards a signal to towers, perhaps to those of an earlier attempt."""
     return isinstance(getattr(handler, "__self__", None), Attempt)
 
 
@@ -291,6 +291,9 @@ def _handles(process: int, number: int) -> bool:
 
 
 def unhandled(*numbers: int) -> list[int]:
-    """Returns those of these signals that have Python's handler or the default; none outside of the main thread."""
-    in_main_thread, default = threading.current_thread() is threading.main_thread(), signal.default_int_handler
-    return [each for each in numbers if in_main_thread and signal.getsignal(each) in (signal.SIG_DFL, default)]
+    """Returns those of these signals that the program does not handle; none outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    handlers = {each: signal.getsignal(each) for each in numbers}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    return [each for each, handler in handlers.items() if handler in defaults or _is_of_attempt(handler)]
