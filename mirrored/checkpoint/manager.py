@@ -330,7 +330,7 @@ class CheckpointManager:
     def _continue_from(self, restored: Restored) -> Restored:
         self.steps = restored.step
         for data in self._data:
-            data.note_resumed()
+            data.hints_at_epochs = True
         self._strategy.health.go_on_after(self.steps)
         if restored.towers != self._comm.size:
             self._strategy.streams.restart(f"resumed at step {restored.step}")

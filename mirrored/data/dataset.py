@@ -47,6 +47,7 @@ class DistributedDataset(ABC):
     Attributes:
         dataset: the data that the script has given; None for a dataset from a function.
         batch_size: the number of examples of a global batch; None if the data or a function determines it.
+        hints_at_epochs: whether a hint is logged if the next loop does not use :meth:`epochs`, in a resumed run.
     """
 
     def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object], dataset: Any = None) -> None:
@@ -63,7 +64,7 @@ class DistributedDataset(ABC):
         self._step = 0
         self._running: Epoch | None = None  # of the newest iterator, until it ends
         self._saved_order: str | None = None
-        self._hints_at_epochs = False
+        self.hints_at_epochs = False
 
     def __iter__(self) -> Iterator[Any]:
         refuse_inside_run("a loop over a distributed dataset", "loop outside, and call run for each batch")
@@ -73,14 +74,14 @@ class DistributedDataset(ABC):
         if self._running is not None:
             self._epoch, self._step = self._epoch + 1, 0
         step = self._step
-        if self._hints_at_epochs and self._comm.index == 0 and (self._epoch or step):
+        if self.hints_at_epochs and self._comm.index == 0 and (self._epoch or step):
             log.info(
                 "the data resume in epoch %d, at step %d. A loop over range(N) would train N further epochs: loop over "
                 "train.epochs(N), which leaves out those that are done",
                 self._epoch,
                 step,
             )
-        self._hints_at_epochs = False
+        self.hints_at_epochs = False
         self._running = epoch = self._begin(self._epoch)
         self._check_agreement(epoch, step)
         if self._saved_order is not None and epoch.digest != self._saved_order:
@@ -150,7 +151,7 @@ class DistributedDataset(ABC):
 
         In a resumed run, the first is the interrupted epoch. Its loop yields the remaining batches, if any.
         """
-        self._hints_at_epochs = False
+        self.hints_at_epochs = False
         first = self._epoch + (self._running is not None)
         for epoch in range(first, count):
             if (at := self._epoch + (self._running is not None)) != epoch:
@@ -158,10 +159,6 @@ class DistributedDataset(ABC):
                     f"epochs() is at epoch {epoch}, but the data at {at}: loop over the data once in each"
                 )
             yield epoch
-
-    def note_resumed(self) -> None:
-        """Makes the next loop hint at :meth:`epochs`, if it does not use it."""
-        self._hints_at_epochs = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the next batch (seed, epoch and step), and a description of the data and batches.
