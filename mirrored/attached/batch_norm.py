@@ -27,6 +27,7 @@ into plain layers. ``nn.SyncBatchNorm`` layers, which already synchronise throug
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import functools
@@ -40,7 +41,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mirrored.context import current_strategy
+from mirrored.context import current_replica, current_strategy
 from mirrored.empty_shares.stand_in import is_stand_in
 from towers import batch_norm
 from towers.collectives.agreement import announce
@@ -103,7 +104,10 @@ class BatchNorms:
             ValueError, DisagreementError: see :func:`towers.batch_norm.normalise`.
             ForkedError: in a process that was forked from a tower.
         """
-        with _OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
+        where: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if current_replica() is None:  # such as an evaluation of the chief that forgets eval()
+            where = self._communicator.health.during(f"in {self._name(layer)} (BatchNorm in training mode)")
+        with where, _OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
             result = forward()
         if not calls.answered:
             raise RuntimeError(

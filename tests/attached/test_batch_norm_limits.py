@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.batch_norm import WithReLU1d, fresh, in_scope, own_share, random
-from tests.support.jobs import SETTINGS, assert_close, text_of, towers
+from tests.support.jobs import SETTINGS, assert_close, failures, text_of, towers
 
 
 def sizes_of_pictures(strategy: mirrored.Strategy) -> list[Tensor]:
@@ -244,3 +245,17 @@ def wrong_channels(strategy: mirrored.Strategy) -> str:
 
 def test_input_that_does_not_fit_is_refused() -> None:
     assert towers(wrong_channels) == ["a BatchNorm of 3 features was given 4 channels"] * 2
+
+
+def _evaluate_on_the_chief(strategy: mirrored.Strategy) -> None:
+    [model] = in_scope(strategy, lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
+    if strategy.is_chief:
+        model(torch.ones(4, 2))  # without eval()
+    strategy.reduce("sum", 1)
+
+
+@pytest.mark.extended
+def test_a_forward_of_the_chief_alone_names_the_layer() -> None:
+    words = r"tower 0 is after step 1, in Sequential\.1 \(BatchNorm in training mode\), and waits for tower 1"
+    assert any(re.search(words, str(error)) for error in failures(_evaluate_on_the_chief))  # others may see the loss
