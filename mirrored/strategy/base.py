@@ -189,7 +189,7 @@ class Strategy(Records):
     def _explain(self, error: BaseException, replica: ReplicaContext) -> None:
         """Adds to an exception of a run that the share has no examples, or too few, if that may be the cause."""
         if self._several and isinstance(error, Exception):
-            if "Expected more than 1 value per channel" in str(error):
+            if type(error) is ValueError and "Expected more than 1 value per channel" in str(error):
                 error.add_note(
                     "mirrored: this tower's share of the batch has one example. Use sync_batch_norm=True in "
                     "strategy.scope or strategy.mirror, so that BatchNorm normalises over the global batch, or "

@@ -259,3 +259,16 @@ def _evaluate_on_the_chief(strategy: mirrored.Strategy) -> None:
 def test_a_forward_of_the_chief_alone_names_the_layer() -> None:
     words = r"tower 0 is after step 1, in Sequential\.1 \(BatchNorm in training mode\), and waits for tower 1"
     assert any(re.search(words, str(error)) for error in failures(_evaluate_on_the_chief))  # others may see the loss
+
+
+def _one_example_each(strategy: mirrored.Strategy) -> list[str]:
+    with strategy.scope():
+        model = nn.BatchNorm1d(2)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as raised:
+        strategy.run(lambda: model(torch.ones(1, 2)))
+    return raised.value.__notes__
+
+
+def test_a_share_of_one_example_gets_a_hint() -> None:
+    for notes in towers(_one_example_each):
+        assert ["sync_batch_norm=True" in note for note in notes] == [True]
