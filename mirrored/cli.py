@@ -77,7 +77,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.command == "evaluate":
         os.environ["MIRRORED_TASK"] = "evaluator"
         parsed.towers = parsed.towers or (None if parsed.devices else 1)
-        parsed.from_the_start = True  # its table is its memory
+        parsed.from_the_start = True  # it restores no checkpoint, but its table has the evaluations that are done
     try:
         names = _devices(parsed.towers, parsed.devices)
         if parsed.restarts or parsed.min_towers is not None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import functools
 import os
 import threading
@@ -174,8 +173,7 @@ class _OverAllTowers(BatchNormBase):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Pickles contain the plain class, which can be loaded where this package is not installed.
-        made: Any = copyreg.__dict__["_reconstructor"]  # the name in every pickle of protocol 0 and 1
-        return (made, (self.plain, object, None), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
+        return (object.__new__, (self.plain,), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
 
     def __copy__(self) -> _OverAllTowers:
         other = object.__new__(type(self))

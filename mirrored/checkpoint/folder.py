@@ -20,8 +20,9 @@ is replaced after the rename, so a kill between the two would hide a complete ch
 step renames later checkpoints to ``replaced-…``. Otherwise, the next restart would restore them.
 
 [Note: files of others] A user may keep other files in the folder, and name a checkpoint like one of them. A save
-therefore replaces and removes only folders that contain the files of a checkpoint and no others, and the file
-``latest`` only if it contains the name of a checkpoint.
+therefore replaces and removes only empty folders and folders that contain a file of a checkpoint and no other file, and
+``latest`` only if it contains the name of a checkpoint. Hidden files in a checkpoint, such as those of a network file
+system, are removed with it.
 
 [Note: which tower writes] Hosts may share the folder (a network file system), or each have their own folder under the
 same path. The towers find this out with probe files: every tower creates one, then checks which probes are in its own
@@ -363,10 +364,12 @@ def find_checkpoint(path: pathlib.Path) -> pathlib.Path:
 
 
 def is_checkpoint(place: pathlib.Path) -> bool:
-    """Returns whether a folder contains files of a checkpoint and no others; hidden files and damage do not count."""
+    """Returns whether a save may replace a folder; see [Note: files of others]. A checkpoint may be damaged."""
     if place.is_symlink() or not place.is_dir():
         return False
-    return {entry.name for entry in place.iterdir() if not entry.name.startswith(".")} <= {NAME, TENSORS}
+    names = {entry.name for entry in place.iterdir()}
+    visible = {name for name in names if not name.startswith(".")}
+    return not names or (bool(visible) and visible <= {NAME, TENSORS})
 
 
 def link_files(source: pathlib.Path, target: pathlib.Path) -> None:

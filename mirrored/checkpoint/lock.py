@@ -23,7 +23,7 @@ class FolderLock:
     """The lock file of a folder. This process holds the lock until it ends, or until this object is collected.
 
     Attributes:
-        writers: those of this process that have written into the folder, the newest last.
+        writers: the writers of this process that have trained or saved here, the newest last.
     """
 
     def __init__(self, path: pathlib.Path) -> None:

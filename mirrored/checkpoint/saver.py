@@ -265,8 +265,10 @@ class Writer:
             self.is_training = False
 
     def _take_turn(self) -> None:
-        """Makes this the only writer of this process from now on. A writer that had the turn before does not get it
-        again: two managers that save in turns would overwrite each other's checkpoints.
+        """Makes this the only writer of this process from now on.
+
+        A writer that had the turn before does not get it again. Otherwise, two managers that save in turns would
+        overwrite each other's checkpoints.
 
         Raises:
             CheckpointError: another one trains, or has had the turn since.

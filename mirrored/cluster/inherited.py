@@ -22,7 +22,7 @@ _OF_THE_TOWER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_ID),
     *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"),
 )
-_OF_MIRRORED = (AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, MEMORY, STARTED_BY, STATUS_RECORD, TOWER)
+_OF_MIRRORED = (AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, MEMORY, STARTED_BY, STATUS_RECORD)
 _OTHERS = (
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TF_CONFIG"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"),
@@ -40,7 +40,7 @@ def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
         environ: the variables. Default: those of this process.
     """
     environ = os.environ if environ is None else environ
-    left_out = {*_OF_THE_TOWER, *_OF_MIRRORED, *_OTHERS}
+    left_out = {TOWER, *_OF_THE_TOWER, *_OF_MIRRORED, *_OTHERS}
     return {
         name: value
         for name, value in environ.items()
@@ -50,15 +50,17 @@ def clean_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 def record(environ: MutableMapping[str, str]) -> None:
     """Records that this process is the tower that its variables describe."""
-    values = {name: environ[name] for name in (*_OF_THE_TOWER, *_OF_MIRRORED) if name in environ and name != TOWER}
+    values = {name: environ[name] for name in (*_OF_THE_TOWER, *_OF_MIRRORED) if name in environ}
     environ[TOWER] = json.dumps([os.getpid(), values])
 
 
 def check(environ: MutableMapping[str, str]) -> None:
     """Checks that a process with a launcher's variables has not inherited them from a tower.
 
+    If another launcher has set them, it removes the variables that are still the tower's.
+
     Raises:
-        CannotStartError: it has; see [Note: children of towers].
+        CannotStartError: it has inherited them; see [Note: children of towers].
     """
     if TOWER not in environ:
         return
@@ -66,9 +68,8 @@ def check(environ: MutableMapping[str, str]) -> None:
     if process == os.getpid():
         return
     if any(environ.get(name) != values.get(name) for name in _OF_THE_TOWER):
-        for name in _OF_MIRRORED:
-            if name == TOWER or (name in environ and environ[name] == values.get(name)):
-                del environ[name]
+        for name in [TOWER, *(name for name in _OF_MIRRORED if name in values and environ.get(name) == values[name])]:
+            del environ[name]
         return
     how = "start it with env=mirrored.clean_environment(), so that its strategy is a separate job"
     if multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv:

@@ -128,11 +128,11 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
     for name, addresses in cluster.items():
         job = "chief" if name == "master" else name
         if job not in _JOBS:
-            raise ClusterError(f"TF_CONFIG: cluster has an unknown job {job!r}; jobs are {', '.join(_JOBS)}")
+            raise ClusterError(f"TF_CONFIG: cluster has an unknown job {name!r}; jobs are {', '.join(_JOBS)}")
         if isinstance(addresses, dict):
             addresses = _in_order(name, addresses)
         if not isinstance(addresses, list):
-            raise ClusterError(f"TF_CONFIG: cluster.{job} must be a list of addresses, not {_kind(addresses)}")
+            raise ClusterError(f"TF_CONFIG: cluster.{name} must be a list of addresses, not {_kind(addresses)}")
         for i, address in enumerate(addresses):
             place = f"cluster.{name}[{i}]"
             _check_address(address, place)

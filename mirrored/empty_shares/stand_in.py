@@ -143,18 +143,31 @@ def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: Repli
     return is_stand_in(replica.strategy, values, entries, "the loss", batch)
 
 
-def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
-    """Adds to a built-in exception's message, if a share has no examples, that this may be the cause, and the remedy.
+_TOO_FEW = "Expected more than 1 value per channel"
+"""The start of the message of torch's BatchNorm."""
 
-    Exceptions of other classes are unchanged, because a program may depend on their messages.
+
+def explain_share(error: Exception, tower: int, shares: list[Share]) -> None:
+    """Adds to a built-in exception's message that a small share may be the cause, and the remedy.
+
+    These are a share without examples, and one example in a BatchNorm. Exceptions of other classes are unchanged,
+    because a program may depend on their messages.
     """
-    if type(error).__module__ != "builtins" or not any(share.total and not share.entries for share in shares):
+    if type(error).__module__ != "builtins":
         return
-    hint = (
-        f"(tower {tower}'s share of this batch has no examples. If the model cannot take an empty batch, give "
-        "distribute_dataset or distribute_datasets_from_function stand_in=True: a tower without examples then gets one "
-        "that counts nothing)"
-    )
+    if any(share.total and not share.entries for share in shares):
+        hint = (
+            f"(tower {tower}'s share of this batch has no examples. If the model cannot take an empty batch, give "
+            "distribute_dataset or distribute_datasets_from_function stand_in=True: a tower without examples then gets "
+            "one that counts nothing)"
+        )
+    elif type(error) is ValueError and _TOO_FEW in str(error) and any(share.entries == 1 for share in shares):
+        hint = (
+            f"(tower {tower}'s share of this batch has one example. With sync_batch_norm=True in strategy.scope or "
+            "strategy.mirror, BatchNorm normalises over the global batch; drop_last=True leaves out a short last batch)"
+        )
+    else:
+        return
     if not error.args:
         error.args = (hint,)
     elif len(error.args) == 1 and str(error) == error.args[0] and hint not in str(error):

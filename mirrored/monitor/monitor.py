@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mirrored.context import ActiveStrategy, refuse_inside_run
 from mirrored.monitor import measuring
-from mirrored.monitor.outputs import Output, Screen, json_lines, scalars, tracked
+from mirrored.monitor.outputs import Output, Screen, json_lines, on_chief, scalars, tracked
 from mirrored.monitor.report import Report, add_times, sums
 from mirrored.monitor.timeline import Timeline
-from towers.collectives.agreement import agree, announce, announce_with_body
+from towers.collectives.agreement import agree, announce_with_body
 from towers.collectives.communicator import Communicator
 
 
@@ -88,7 +88,9 @@ class Monitor:
         settings = {"every": every, "loss": loss, "gradient_norm": gradient_norm, "flops": flops}
         comm = strategy.communicator
         agree(comm, "mirrored.Monitor", settings)
-        file = _on_chief(comm, lambda: json_lines(jsonl)) if jsonl is not None else []
+        file = None
+        if jsonl is not None:
+            file = on_chief(comm, "opens jsonl= of mirrored.Monitor", lambda: json_lines(jsonl))
         self._strategy = strategy
         self._every = every
         self._averages = loss == "mean"
@@ -108,8 +110,8 @@ class Monitor:
         )
         self._screen = Screen(total) if show and strategy.is_chief else None
         self._outputs: list[Output] = [self._screen] if self._screen is not None else []
-        self._outputs += file
         if strategy.is_chief:
+            self._outputs += [file] if file is not None else []
             self._outputs += [scalars(writer)] if writer is not None else []
             self._outputs += map(tracked, trackers)
 
@@ -263,18 +265,6 @@ class Monitor:
         if self._screen is not None:
             self._screen.advance(state["steps"] - self.steps)
         self.steps = self._reported = state["steps"]
-
-
-def _on_chief(comm: Communicator, make: Callable[[], Output]) -> list[Output]:
-    """Makes an output on the chief. If that fails, it is a ValueError on all towers."""
-    error, outputs = None, list[Output]()
-    if comm.index == 0:
-        try:
-            outputs.append(make())
-        except (OSError, TypeError) as raised:
-            error = ValueError(f"jsonl cannot be written: {raised}")
-    announce(comm, "makes a mirrored.Monitor", error=error)
-    return outputs
 
 
 def _check(strategy: Any, loss: str, **positive: Any) -> None:

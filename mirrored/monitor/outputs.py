@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mirrored.monitor.report import Report
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.system.timeouts import clock
 
@@ -44,6 +46,25 @@ class Screen:
         """Closes the progress bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+def on_chief(comm: Communicator, call: str, work: Callable[[], Any]) -> Any:
+    """Calls ``work`` on the chief, and returns its result there, and None on the other towers.
+
+    Args:
+        call: a description of the operation in progress, the same on all towers.
+
+    Raises:
+        ValueError, TypeError: on all towers: an OSError or a TypeError of the chief.
+    """
+    result = error = None
+    try:
+        if comm.index == 0:
+            result = work()
+    except (OSError, TypeError) as raised:
+        error = raised
+    announce(comm, call, error=error)
+    return result
 
 
 def json_lines(path: str | os.PathLike[str]) -> Output:

@@ -25,7 +25,7 @@ import socket
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from torch.profiler import profile, record_function
 
 from mirrored.context import refuse_inside_run
 from mirrored.events import Events
+from mirrored.monitor.outputs import on_chief
 from mirrored.monitor.report import PARTS, Array, Report, add_times, parts_of_towers, sums
 from mirrored.monitor.timeline import Timeline
-from towers.collectives.agreement import announce, announce_with_body
+from towers.collectives.agreement import announce_with_body
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.system.machine import host_identity
@@ -110,7 +111,7 @@ class Tracing:
         refuse_inside_run(self._call)
         if profiler_runs():
             raise RuntimeError(f"{self._call} was called while another trace or profiler runs: end that one first")
-        self._say("", self._try_file)
+        on_chief(self._comm, self._call, self._try_file)
         self._compare_clocks()
         self._timeline = Timeline(self._comm.health, self._events, self._comm.device)
         self._undo.callback(self._timeline.stop)
@@ -129,16 +130,6 @@ class Tracing:
             pass
         if is_new:
             path.unlink()
-
-    def _say(self, what: str, on_chief: Callable[[], object]) -> None:
-        """Announces ``what`` to all towers. An OSError of the chief is a ValueError on all of them."""
-        error = None
-        try:
-            if self._comm.index == 0:
-                on_chief()
-        except OSError as raised:
-            error = raised
-        announce(self._comm, self._call + what, error=error)
 
     def _begin_step(self) -> None:
         self._step.enter_context(record_function(_step_name(self._comm.health.step + 1)))
@@ -175,7 +166,7 @@ class Tracing:
             add_times(trace.report, towers)
             each = parts_of_towers(towers, len(rows))
             trace.parts_ms = [dict(zip(PARTS, map(float, parts), strict=True)) for parts in each]
-        self._say(", its file", lambda: _write(trace.path, [reply.body for reply in replies]))
+        on_chief(self._comm, f"{self._call}, its file", lambda: _write(trace.path, [r.body for r in replies]))
         return trace
 
     # -- the clock of tower 0 ----------------------------------------------------------------------------

@@ -187,17 +187,11 @@ class Strategy(Records):
         return result
 
     def _explain(self, error: BaseException, replica: ReplicaContext) -> None:
-        """Adds to an exception of a run that the share has no examples, or too few, if that may be the cause."""
+        """Adds to an exception of a run that the share has no examples, or only one, if that may be the cause."""
         if self._several and isinstance(error, Exception):
-            if type(error) is ValueError and "Expected more than 1 value per channel" in str(error):
-                error.add_note(
-                    "mirrored: this tower's share of the batch has one example. Use sync_batch_norm=True in "
-                    "strategy.scope or strategy.mirror, so that BatchNorm normalises over the global batch, or "
-                    "drop_last=True"
-                )
-            from mirrored.empty_shares.stand_in import explain_empty_share
+            from mirrored.empty_shares.stand_in import explain_share
 
-            explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
+            explain_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,7 +14,14 @@ from mirrored.evaluation import Evaluator, Exporter, checkpoints_iterator
 from tests.support.checkpoints import manager_of, one_tower
 from tests.support.jobs import all_raise, towers
 
-FILES = ("plots/thesis.pdf", "best/notes.txt", "latest", f"{name_of(2)}/picture.png", "evaluation/held/mine.txt")
+FILES = (
+    "plots/thesis.pdf",
+    "hidden/.git",
+    "best/notes.txt",
+    "latest",
+    f"{name_of(2)}/picture.png",
+    "evaluation/held/mine.txt",
+)
 
 
 def put_files(folder: pathlib.Path) -> dict[pathlib.Path, str]:
@@ -33,7 +40,7 @@ def assert_untouched(files: dict[pathlib.Path, str]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("name", ["plots", "best", "report", "link"])
+@pytest.mark.parametrize("name", ["plots", "hidden", "best", "report", "link"])
 def test_a_name_that_is_taken_is_an_error(tmp_path: pathlib.Path, name: str, asynchronous: bool) -> None:
     files = put_files(tmp_path)
     manager, _ = one_tower(tmp_path, asynchronous=asynchronous)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.clusters import start_workers
 from tests.support.jobs import ROOT
 from tests.support.programs import end_of, run_command, run_program
+from towers.topology import DEVICES
 
 pytestmark = pytest.mark.extended
 
@@ -25,14 +26,15 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_errors_that_a_script_catches(launcher: str, how: str) -> None:
     if launcher == "python":
-        result = run_program([PROGRAM, "forward", how], env={"TOWERS_DEVICES": "cpu:0,cpu:1"}, code=1)
+        result = run_program([PROGRAM, "forward", how], env={DEVICES: "cpu:0,cpu:1"}, code=1)
     else:
         result = run_command([*LAUNCHERS[launcher], PROGRAM, "forward", how], code=1)
     words = r"tower \d (failed|ended)|put the towers out of step|RuntimeError: CUDA out of memory"
     last = result.stderr if launcher == "torchrun" else result.stderr.splitlines()[-1]
     assert re.search(words, last), last
+    assert "AssertionError" not in result.stderr, "a tower's error looks like another's own"
     if how in ("except RuntimeError", "suppress"):
-        assert "catches.py" in result.stderr, "the line of the script"
+        assert 'catches.py", line ' in result.stderr, "the line of the script"
 
 
 @pytest.mark.parametrize("where", ["backward", "after"])

@@ -176,8 +176,8 @@ def _bad_outputs(strategy: mirrored.Strategy, folder: str) -> list[str]:
 def test_outputs_that_cannot_be_are_an_error_on_all_towers(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
     for folder, below, writer, *trackers in towers(_bad_outputs, str(tmp_path)):
-        assert "jsonl cannot be written: [Errno 21] Is a directory" in folder
-        assert "jsonl cannot be written: " in below
+        assert "of mirrored.Monitor on tower 0: [Errno 21] Is a directory" in folder
+        assert "of mirrored.Monitor on tower 0: [Errno " in below
         assert "but must be a SummaryWriter" in writer
         assert all("but must be a list of functions" in text for text in trackers)
 
