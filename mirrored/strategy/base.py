@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,8 @@ class Strategy(Records):
     def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
         """Mirrors a module that was created outside the scope (loaded or copied), and returns it.
 
-        The module must be on this tower's device. The call takes effect on the next ``run``. Metrics of torchmetrics
-        in the module then count every example once, even if a tower's share is empty
+        It is moved to this tower's device at once, as by ``module.to``. The towers are mirrored on the next ``run``.
+        Metrics of torchmetrics in the module then count every example once, even if a tower's share is empty
         (:mod:`mirrored.attached.metrics`).
 
         Args:
@@ -139,6 +140,9 @@ class Strategy(Records):
         """
         self._check_here("mirror()")
         refuse_inside_run("mirror()", "mirror a model before the run that trains it")
+        devices = {tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())}
+        if devices != {self.device}:  # a metric shows no tensors; quantised models refuse `to` even where they are
+            module.to(self.device)
         self.engine.add(module, sync_batch_norm)
         return module
 

@@ -53,8 +53,12 @@ def train(options: dict[str, Any], compiled: bool = False, **settings: Any) -> l
     """The backend, and after some steps parameters and losses; the last batch is ragged, one layer never used."""
     communication = mirrored.CommunicationOptions(**options)
     strategy = strategy_of({"communication": communication, **settings})
+    model = make_mlp()  # on the CPU
+    weight = model[0].weight
+    strategy.mirror(model)
+    assert weight is model[0].weight
+    assert weight.device == strategy.device
     with strategy.scope():
-        model = make_mlp().to(strategy.device)
         unused = torch.nn.Linear(3, 3, dtype=torch.float64)
         optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9)
     data = strategy.distribute_dataset(TensorDataset(*make_data(22)), 8, shuffle=True)
@@ -316,6 +320,16 @@ def check_changed_bit(results: list[Any]) -> None:
     assert later.startswith(words)
     assert "at the start of run 12; the towers were equal at the start of run 10" in later
     assert at_once.startswith(words)
+
+
+def average_by_a_metric() -> float:
+    """The mean of 0 to 6, in batches of 3, by a metric that was created on the CPU."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    strategy = mirrored.MirroredStrategy(seed=0)
+    metric = strategy.mirror(torchmetrics.MeanMetric())
+    for batch in strategy.distribute_dataset(torch.arange(7.0), 3):
+        strategy.run(metric.update, args=(batch,))
+    return float(metric.compute())
 
 
 def gather_shapes() -> int:

@@ -100,6 +100,10 @@ def test_rows_of_every_kind(way: str, on_both: OnBoth) -> None:
     assert on_both(cases.gather_shapes, way=way) == 9
 
 
+def test_a_metric_of_the_cpu_is_moved(way: str, on_both: OnBoth) -> None:
+    assert on_both(cases.average_by_a_metric, way=way) == 3.0
+
+
 def test_a_nan_is_named(way: str, on_both: OnBoth) -> None:
     assert "(nan on tower 1)" in on_both(cases.train_into_nan, way=way)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -16,8 +17,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mirrored
+from tests import simulated_device
 from tests.support.jobs import ROOT, launch
 from tests.support.programs import end_of, run_command, run_program, start_command, start_program
+from tests.support.readme import blocks_of_readme, scripts_of_readme
 
 EXAMPLES = ROOT / "examples"
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -316,18 +319,9 @@ EXACT, SAVED = first_program("concepts/same-numbers.md"), first_program("how-to/
 
 @pytest.mark.extended
 def test_the_scripts_of_the_readme_print_what_it_shows(tmp_path: pathlib.Path) -> None:
-    """One device's script, the same with the changes of the diff, and this one with a mistake."""
-    section = (ROOT / "README.md").read_text().partition("## From one device")[2]
-    blocks = re.findall(r"^```(?:diff)?\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    lines = blocks[0].splitlines(keepends=True)
+    blocks = blocks_of_readme()
     output = re.sub(r"^\$.*\n", "", blocks[1])
-    loss = next(line[1:] for line in lines if line.startswith("-    loss = "))
-    scripts = {
-        "before": "".join(line[1:] for line in lines if line[0] != "+"),
-        "train": "".join(line[1:] for line in lines if line[0] != "-"),
-    }
-    scripts["wrong"] = re.sub(r"    loss = mirrored\..*\n", loss, scripts["train"])
-    for name, text in scripts.items():
+    for name, text in scripts_of_readme().items():
         (tmp_path / f"{name}.py").write_text(text)
     one = run_program(["before.py"], cwd=str(tmp_path), code=0)
     assert one.stdout == output.partition("\n")[2]
@@ -335,6 +329,11 @@ def test_the_scripts_of_the_readme_print_what_it_shows(tmp_path: pathlib.Path) -
         several = run_command(["mirrored", "run", "--towers", str(count), "train.py"], cwd=str(tmp_path), code=0)
         assert several.stdout == one.stdout
         assert count != 2 or several.stderr.startswith(output.partition("\n")[0])
+    if not simulated_device.why_not():  # towers on accelerators, to which the script does not move its model
+        paths = os.pathsep.join([str(ROOT), str(simulated_device.INSTALLED)])
+        several = run_program(["train.py"], cwd=str(tmp_path), env={"PYTHONPATH": paths}, code=0)
+        assert "2 towers on a simulated device" in several.stderr
+        assert several.stdout == one.stdout
     report = run_command(["mirrored", "verify", "wrong.py"], cwd=str(tmp_path), code=1).stdout
     assert without_digits(report) == without_digits(re.sub(r"^\$.*\n", "", blocks[3]))
 

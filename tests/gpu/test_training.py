@@ -17,6 +17,7 @@ from tests.accelerator import cases
 from tests.gpu.pairs import on_one_gpu, run_pair
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of
 from tests.support.programs import run_program
+from tests.support.readme import blocks_of_readme, scripts_of_readme
 from tests.support.steps import averaging_step
 from tests.support.waiting import HANG
 
@@ -39,6 +40,15 @@ def train(strategy: mirrored.Strategy) -> list[Tensor]:
 def train_alone() -> tuple[str, list[Tensor]]:
     strategy = mirrored.MirroredStrategy()
     return strategy.communicator.backend, train(strategy)
+
+
+def test_the_script_of_the_readme(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").write_text(scripts_of_readme()["train"])
+    last = blocks_of_readme()[1].splitlines()[-1]
+    result = run_program(["train.py"], cwd=str(tmp_path), env={"CUDA_VISIBLE_DEVICES": "0"}, code=0)
+    assert "1 tower on NVIDIA" in result.stderr
+    loss = float(result.stdout.split()[-1])
+    assert loss == pytest.approx(float(last.split()[-1]), abs=1e-3)
 
 
 def test_nccl_at_world_size_one() -> None:

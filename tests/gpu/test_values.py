@@ -29,6 +29,10 @@ def test_rows_of_every_kind() -> None:
     assert on_one_gpu(cases.gather_shapes) == [9, 9]
 
 
+def test_a_metric_of_the_cpu_is_moved() -> None:
+    assert on_one_gpu(cases.average_by_a_metric) == [3.0, 3.0]
+
+
 def test_a_nan_is_named() -> None:
     first, second = on_one_gpu(cases.train_into_nan)
     assert first == second
