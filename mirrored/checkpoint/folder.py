@@ -22,7 +22,8 @@ step renames later checkpoints to ``replaced-…``. Otherwise, the next restart 
 [Note: files of others] A user may keep other files in the folder, and name a checkpoint like one of them. A save
 therefore replaces and removes only empty folders and folders that contain a file of a checkpoint and no other file, and
 ``latest`` only if it contains the name of a checkpoint. Hidden files in a checkpoint, such as those of a network file
-system, are removed with it.
+system, are removed with it. An evaluator marks a checkpoint that it keeps with a hidden file, ``.evaluation``. The run
+does not replace a marked checkpoint, and an evaluator replaces only those with its own mark.
 
 [Note: which tower writes] Hosts may share the folder (a network file system), or each have their own folder under the
 same path. The towers find this out with probe files: every tower creates one, then checks which probes are in its own
@@ -53,6 +54,8 @@ log = get_logger("mirrored")
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+_EVALUATION = ".evaluation"
+"""The start of the marks of evaluators; see [Note: files of others]."""
 _SAVING, _REMOVING, _REPLACING, _PROBE = "saving-", "removing-", "replacing-", "probe-"
 ENDED, STOP = ".ended", ".stop"
 """The names of notes between a run and its evaluator."""
@@ -157,6 +160,7 @@ class Folder:
         self.disk = disk
         self.keep = keep
         self._prefix = f".{writer}." if writer else "."
+        self._mark = f".{writer}" if writer else None
 
     def elect_writer(self, comm: Communicator) -> int:
         """Returns the tower that writes into this tower's folder, and creates the folder if needed.
@@ -220,13 +224,19 @@ class Folder:
         self._put(name, write_files)
 
     def keep_as(self, name: str, source: pathlib.Path) -> None:
-        """Keeps a checkpoint under a second name, which is never pruned. It replaces the checkpoint of that name.
+        """Keeps a checkpoint under a second name, which is never pruned. It replaces the one that it kept before.
 
         Raises:
-            OSError: the checkpoint could not be linked, or other files of the user have that name. The previous
-                checkpoint of that name is unchanged.
+            OSError: the checkpoint could not be linked, or a checkpoint of the run or other files of the user have that
+                name. The previous checkpoint of that name is unchanged.
         """
-        self._put(name, lambda temporary: link_files(source, temporary))
+
+        def link(temporary: pathlib.Path) -> None:
+            link_files(source, temporary)
+            if self._mark is not None:
+                (temporary / self._mark).touch()
+
+        self._put(name, link)
 
     def _unfinished(self, kind: str, name: str) -> pathlib.Path:
         return self.path / f"{self._prefix}{kind}{name}"
@@ -257,11 +267,20 @@ class Folder:
         """Checks that a checkpoint may have this name; see [Note: files of others].
 
         Raises:
-            FileExistsError: another file or folder has it.
+            FileExistsError: another file or folder has it, or a checkpoint of another writer.
         """
         place = self.path / name
-        if os.path.lexists(place) and not is_checkpoint(place):
-            raise FileExistsError(errno.EEXIST, f"{place} is not a checkpoint: move it away, or choose another name")
+        if not os.path.lexists(place):
+            return
+        if not is_checkpoint(place):
+            found = "is not a checkpoint"
+        elif self._mark is None and (marks := [*place.glob(f"{_EVALUATION}*")]):
+            found = f"was kept by an evaluator ({marks[0].name[1:]})"
+        elif self._mark is not None and any(place.iterdir()) and not (place / self._mark).exists():
+            found = f"was not kept by this evaluator ({self._mark[1:]})"
+        else:
+            return
+        raise FileExistsError(errno.EEXIST, f"{place} {found}: move it away, or choose another name")
 
     def note(self, name: str) -> str | None:
         """Returns the text of a note, or None if there is none."""

@@ -127,7 +127,9 @@ def test_all_towers_learn_that_a_name_is_taken(tmp_path: pathlib.Path) -> None:
 def _evaluator(folder: pathlib.Path) -> Evaluator:
     exporters = [Exporter("good", "loss")]
     strategy = mirrored.OneDeviceStrategy()
-    return Evaluator(strategy, folder, {"model": nn.Linear(3, 2)}, lambda: {"loss": 1.0}, exporters=exporters)
+    return Evaluator(
+        strategy, folder, {"model": nn.Linear(3, 2)}, lambda: {"loss": 1.0}, exporters=exporters, timeout_seconds=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,24 @@ def test_an_evaluation_leaves_the_files_of_others(tmp_path: pathlib.Path, name: 
     with pytest.raises(mirrored.CheckpointError, match=words):
         _evaluator(tmp_path).run()
     assert place.read_text() == "mine"
+
+
+def test_a_run_and_its_evaluator_leave_each_others_checkpoints(tmp_path: pathlib.Path) -> None:
+    manager, _ = one_tower(tmp_path)
+    with manager.resume():
+        manager.step()
+        manager.save("good", wait=True)
+    saved = (tmp_path / "good" / "manifest.json").read_text()
+    with pytest.raises(mirrored.CheckpointError, match="good was not kept by this evaluator .evaluation.: move it"):
+        _evaluator(tmp_path).run()
+    assert (tmp_path / "good" / "manifest.json").read_text() == saved
+    (tmp_path / "good").rename(tmp_path / "mine")
+    _evaluator(tmp_path).run()
+    assert (tmp_path / "good" / ".evaluation").exists()
+    with pytest.raises(mirrored.CheckpointError, match="good was kept by an evaluator .evaluation.: move it away"):
+        manager.save("good", wait=True)
+    manager.restore("good")
+    manager.restore("mine")
 
 
 def test_a_folder_for_held_checkpoints_is_not_emptied(tmp_path: pathlib.Path) -> None:
