@@ -62,6 +62,13 @@ def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
     assert compare_towers(1, message, 0, message) is None
 
 
+def test_towers_on_devices_of_different_kinds() -> None:
+    on_cpu = {"options": {}, "host": "a", "machine": "m", "device": "cpu:0", "accelerator": None}
+    on_gpu = {"options": {}, "host": "b", "machine": "n", "device": "cuda:0", "accelerator": "GPU-1"}
+    text = compare_towers(1, on_cpu, 0, on_gpu)
+    assert text.startswith("tower 1 (on a) runs on cpu:0, tower 0 (on b) on cuda:0, but all towers need devices of one")
+
+
 @pytest.mark.parametrize(
     ("given", "workers", "expected"),
     [

@@ -165,6 +165,12 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
         return (
             f"different communication options: {message['options']} on {where[0]}, {reference['options']} on {where[1]}"
         )
+    kinds = {torch.device(each["device"]).type for each in (message, reference)}
+    if len(kinds) > 1:
+        return (
+            f"{where[0]} runs on {message['device']}, {where[1]} on {reference['device']}, but all towers need devices "
+            "of one kind. Run `mirrored doctor` on both hosts, or choose the kind: devices=['cpu']"
+        )
     is_same = all(message[key] == reference[key] for key in ("accelerator", "machine"))
     if message["accelerator"] and is_same and message["options"]["implementation"] != "host":
         return (
