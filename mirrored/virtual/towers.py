@@ -310,9 +310,12 @@ def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: T
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else None
     if shape is None or not shape or shape[0] != examples:
         returned = f"losses of shape {shape}" if shape is not None else f"a {type(losses).__name__}"
+        remedy = "compute the losses with reduction='none'"
+        if shape:
+            remedy = "drop or add examples in the dataset, not in collate_fn or loss_fn"
         raise ValueError(
-            f"loss_fn was given {examples} examples and returned {returned}: it has to return one loss per example, "
-            "computed with reduction='none'"
+            f"loss_fn was given {examples} examples and returned {returned}, but must return one loss per example: "
+            f"{remedy}"
         )
     if weight is None:
         return sum_over(losses, total)

@@ -73,8 +73,8 @@ def test_a_backward_that_one_tower_leaves_out_is_an_error_in_that_step(setting: 
             assert f"tower 0 {call} with batch 5 of epoch 0" in text
         else:
             loop = "(loop 1 over distributed data)"
-            assert f"backward() 1 of step 6 with batch 5 of epoch 0 {loop} on tower 0" in text
-            assert f"backward() {losses} of step 5 with batch 4 of epoch 0 {loop} on tower 1" in text
+            assert f"backward() number 1 of step 6 with batch 5 of epoch 0 {loop} on tower 0" in text
+            assert f"backward() number {losses} of step 5 with batch 4 of epoch 0 {loop} on tower 1" in text
 
 
 @pytest.mark.parametrize("setting", WAYS)
@@ -131,9 +131,9 @@ def _one_more(strategy: mirrored.Strategy) -> None:
 
 
 def test_one_backward_more_of_one_of_three_towers_is_an_error_on_all() -> None:
-    words = r"backward\(\) 2 of step 3 on tower 2"
+    words = r"backward\(\) number 2 of step 3 on tower 2"
     text, *_ = all_raise(mirrored.DisagreementError, words, _one_more, count=3, same=True)
-    assert "backward() 1 of step 4 on towers 0 and 1" in text
+    assert "backward() number 1 of step 4 on towers 0 and 1" in text
 
 
 KEPT = [[0, 1, 2, 3], [0, 2], [1], [0, 1, 3], [3, 2], [0, 1, 2, 3]]

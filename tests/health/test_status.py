@@ -273,7 +273,7 @@ def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
             backward.begin()
             said.append(str(backward))
         health.end_run()
-    assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]
+    assert said == ["backward() number 1 of step 1", "backward() number 1 of step 2, in call 3 of strategy.run,"]
 
 
 def begin_on_a_full_disk(folder: str) -> None:

@@ -184,6 +184,7 @@ def test_mistakes_are_named() -> None:
     weight, by_weight = torch.ones(8), {"denominator": "weights"}
     for kind, words, call in (
         (ValueError, "one loss per example", lambda: run(lambda x, y: F.cross_entropy(model(x), y), x, y)),
+        (ValueError, "drop or add examples in the dataset", lambda: run(lambda x, y: model(x[:-1])[:, 0], x, y)),
         (ValueError, r"losses of shape \(1,\)", lambda: run(lambda x: model(x).sum().unsqueeze(0), x)),
         (ValueError, "a float", lambda: run(lambda x: 1.0, x)),
         (ValueError, "no batch", lambda: run(lambda: model(x).sum(1))),

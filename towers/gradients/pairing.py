@@ -62,8 +62,8 @@ class BackwardCounter:
         return bits + [False] * (BITS - len(bits))
 
     def __str__(self) -> str:
-        run = f" (run {self._run})" if self._run != self._step else ""
-        return with_batch(f"backward() {self._number} of step {self._step}{run}", self._batch)
+        run = f", in call {self._run} of strategy.run," if self._run != self._step else ""
+        return with_batch(f"backward() number {self._number} of step {self._step}{run}", self._batch)
 
 
 def same_backward(counts: Sequence[float]) -> bool:
