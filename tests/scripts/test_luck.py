@@ -16,11 +16,17 @@ LUCK = str(ROOT / "scripts" / "luck.py")
 FAILS = """
 import os
 
+import pytest
+
 def test_that_needs_an_order():
     assert "TESTS_ORDER" not in os.environ, "another order"
 
 def test_that_needs_nothing():
     pass
+
+@pytest.mark.seconds
+def test_that_promises_seconds():
+    raise AssertionError("it needs a quiet machine")
 """
 
 
