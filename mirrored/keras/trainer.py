@@ -58,8 +58,8 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
 
     Raises:
         MirrorError: there are several towers, and the model does not belong to their strategy.
-        RuntimeError: inside ``strategy.run``; or with virtual towers, sharded optimizers, central storage or
-            ``synchronize=``.
+        RuntimeError: inside ``strategy.run``; or with virtual towers, sharded optimizers, central storage,
+            ``synchronize=`` or parameter servers.
     """
     training = _training_of(model)
     if training is None:
@@ -71,6 +71,11 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
             )
         return None
     refuse_inside_run(f"model.{call}", "call it outside, it runs its steps itself")
+    if hasattr(training.strategy, "coordinator"):
+        raise RuntimeError(
+            f"model.{call} would train on the chief alone with ParameterServerStrategy: schedule the steps with a "
+            "ClusterCoordinator, or use MultiWorkerMirroredStrategy"
+        )
     if training.strategy.virtual_towers is not None:
         raise RuntimeError(
             f"model.{call} cannot be split into virtual towers: Keras' train_step computes one loss of all "
