@@ -19,7 +19,7 @@ import torch
 
 import mirrored
 from mirrored import ClusterError, cli
-from tests.support.clusters import free_port, tf_configs, torchrun_variables
+from tests.support.clusters import free_port, srun_variables, tf_configs, torchrun_variables
 from tests.support.jobs import ROOT
 from tests.support.processes import await_ends
 from tests.support.programs import Program, end_of, run_command, run_program, start_program
@@ -124,6 +124,17 @@ def test_the_process_itself_becomes_the_launcher() -> None:
     process.send_signal(signal.SIGINT)
     end_of(process, -signal.SIGINT)
     await_ends(tower)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "words", [[REPORT, "two"], ["-m", *RUN, REPORT], ["-m", "mirrored", "cluster", REPORT]], ids=" ".join
+)
+@pytest.mark.parametrize(("ending", "codes"), [("fail", {1}), ("die", {-9, 128 + 9}), ("", {0})])
+def test_how_towers_end_is_seen_where_sigchld_is_ignored(words: list[str], ending: str, codes: set[int]) -> None:
+    """Some supervisors start programs so; the kernel then drops the exit codes of child processes."""
+    result = run_program([*words, ending], enter=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert result.returncode in codes, result.stderr
 
 
 @pytest.mark.extended
@@ -270,20 +281,7 @@ def test_the_same_towers_however_started_reach_the_same_loss(words: list[str]) -
 @pytest.mark.extended
 def test_srun(tmp_path: pathlib.Path) -> None:
     """Two tasks with the variables that srun gives them."""
-    processes = []
-    for task in range(2):
-        variables = {
-            "SLURM_PROCID": str(task),
-            "SLURM_LOCALID": str(task),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NUM_NODES": "1",
-            "SLURM_NODEID": "0",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_STEP_ID": "0",
-        }
-        processes.append(start_program([REPORT], env=variables))
+    processes = [start_program([REPORT], env=srun_variables(task)) for task in range(2)]
     outputs = [process.communicate(timeout=HANG) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"

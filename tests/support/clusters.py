@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 
@@ -46,6 +47,21 @@ def start_workers(*words: str, count: int = 2) -> list[Program]:
 def start_agent(job: Job, *words: str, **variables: str) -> Program:
     """Start the agent of a worker, whose towers run Python with ``words``."""
     return start_program(["-m", "tests.support.started", "agent", job.to_json(), *words], env=variables)
+
+
+def srun_variables(task: int) -> dict[str, str]:
+    """The variables that srun gives to one of two tasks on this machine."""
+    return {
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+    }
 
 
 def torchrun_variables(**changes: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from towers.errors import TowersError
 from towers.health.failure import leave
 from towers.launching import console
-from towers.launching.attempt import Attempt
+from towers.launching.attempt import Attempt, see_children_end
 from towers.launching.exit_report import make_exit_report
 from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
@@ -76,6 +76,7 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
     Args:
         path: ``sys.path`` of a new Python, without the entry for its program. Default: this process's.
     """
+    see_children_end()
     fork_towers(sys.path if path is None else path)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     for number in {each for each in _FORWARDED if signal.getsignal(each) != signal.SIG_IGN}:

@@ -142,11 +142,11 @@ class Attempt:
         return None if record is None else record.read()
 
     def exit_code_of(self, tower: int) -> int | None:
-        """Returns a tower's exit code, without collecting its process, or None while it runs."""
+        """Returns a tower's exit code, without collecting its process, or None while it runs. An unknown one is 1."""
         try:
             ending = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # torch has collected it
-            return 0
+        except ChildProcessError:  # something else has collected it
+            return 1
         if ending is None:
             return None
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
@@ -288,6 +288,12 @@ def _handles(process: int, number: int) -> bool:
         caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
     return False
+
+
+def see_children_end() -> None:
+    """Makes the exit codes of child processes readable, even if this process was started with SIGCHLD ignored."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def unhandled(*numbers: int) -> list[int]:

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 
 from towers.launching import console
-from towers.launching.attempt import Attempt, unhandled
+from towers.launching.attempt import Attempt, see_children_end, unhandled
 from towers.system import devices, machine
 from towers.topology import JOB_TOKEN
 
@@ -60,6 +60,7 @@ def simulate(program: Sequence[str], workers: int, servers: int = 0) -> int:
         workers: the number of workers.
         servers: the number of parameter servers. If there are any, there is a chief, too.
     """
+    see_children_end()
     jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
     tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
     ports = reserve_ports(len(tasks))  # reserved as long as this function runs
