@@ -54,6 +54,7 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
 _SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
 _SILENT_AND_STOPPED = 2.5  # the same if its process is stopped or gone
+_MOMENT = 0.5  # seconds for which a process may be stopped (by a debugger, a scheduler) without counting as stopped
 _LONGEST = 30.0  # the same if its process can run; and the time for a running tower to answer
 _REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat's own thread, also at exit
 _STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
@@ -217,6 +218,9 @@ class Heartbeat:
             stacks: whether to query their stacks, too; see [Note: towers that answer get time].
         """
         peers = self._peers(towers)
+        if stacks and not all(peer.lives for peer in peers):
+            clock.sleep(_MOMENT)
+            peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
@@ -240,8 +244,14 @@ class Heartbeat:
 
         def ask() -> None:
             queries = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}
-            while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
-                for tower in living:
+            moments = {tower: Deadline(_MOMENT) for tower in towers}
+            while missing := [peer for peer in self._peers(towers) if peer.tower not in answers]:
+                for peer in missing:
+                    if peer.lives:
+                        moments[peer.tower].restart()
+                if all(moments[peer.tower].has_passed() for peer in missing):
+                    return
+                for tower in (peer.tower for peer in missing):
                     answer = self._store.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
                         answers[tower] = answer["stack"]
