@@ -50,12 +50,15 @@ def interrupted(number: int, frame: object) -> None:
 
 
 def result_of(call: Callable[[], object]) -> str:
-    """What comes of a collective: "done", or what it raises."""
+    """What comes of a collective: "done", or what it raises. It is called in a handler, where errors are not final."""
     try:
-        call()
-        return "done"
-    except (InterruptError, towers_errors.TowersError) as error:
-        return str(error) or type(error).__name__
+        raise LookupError
+    except LookupError:
+        try:
+            call()
+            return "done"
+        except (InterruptError, towers_errors.TowersError) as error:
+            return str(error) or type(error).__name__
 
 
 def interrupt_when_it_waits(strategy: mirrored.Strategy) -> None:

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from tests.support.clusters import start_workers
+from tests.support.clusters import srun_variables, start_workers
 from tests.support.jobs import ROOT
-from tests.support.programs import end_of, run_command, run_program
+from tests.support.programs import end_of, run_command, run_program, start_program
+from tests.support.waiting import HANG
 from towers.topology import DEVICES
 
 pytestmark = pytest.mark.extended
@@ -32,9 +33,25 @@ def test_errors_that_a_script_catches(launcher: str, how: str) -> None:
     words = r"tower \d (failed|ended)|put the towers out of step|RuntimeError: CUDA out of memory"
     last = result.stderr if launcher == "torchrun" else result.stderr.splitlines()[-1]
     assert re.search(words, last), last
+    assert "the final number" not in result.stdout, "it ends at the next step"
     assert "AssertionError" not in result.stderr, "a tower's error looks like another's own"
     if how in ("except RuntimeError", "suppress"):
         assert 'catches.py", line ' in result.stderr, "the line of the script"
+
+
+@pytest.mark.parametrize("how", CATCHES)
+def test_errors_under_srun(how: str) -> None:
+    tasks = [start_program([PROGRAM, "forward", how], env=srun_variables(task)) for task in range(2)]
+    for task in tasks:
+        task.communicate(timeout=HANG)
+    assert max(task.returncode for task in tasks) == 1, "srun ends with the largest exit code of its tasks"
+
+
+@pytest.mark.parametrize("how", CATCHES)
+def test_errors_in_launch(how: str) -> None:
+    program = str(ROOT / "tests" / "programs" / "launches.py")
+    result = run_program([program, PROGRAM, "forward", how], code=1)
+    assert re.search(r"TowerFailedError: tower \d of 2 (failed|ended)", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("where", ["backward", "after"])

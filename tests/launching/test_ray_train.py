@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +15,12 @@ import torch
 from torch import nn
 
 import mirrored
-from tests.support.jobs import launch
+from tests.support.jobs import ROOT, launch
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("pandas", reason="Ray Train needs it")
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 
 STEPS = 8
@@ -81,6 +83,23 @@ def test_its_numbers_are_those_of_other_ways_to_start(tmp_path: pathlib.Path) ->
     launched = launch(weight_of, str(tmp_path / "launched"))
     for result in results:
         assert all(torch.equal(result["weight"], weight) for weight in launched)
+
+
+def run_program(config: dict[str, Any]) -> None:
+    sys.argv = ["it", *config["words"]]
+    runpy.run_path(str(ROOT / "tests" / "programs" / "catches.py"))
+
+
+@pytest.mark.parametrize("how", ["except RuntimeError", "suppress", "exit", "finally"])
+def test_a_script_that_catches_the_errors_of_towers_fails(tmp_path: pathlib.Path, how: str) -> None:
+    trainer = TorchTrainer(
+        run_program,
+        train_loop_config={"words": ["forward", how]},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(WorkerGroupError):
+        trainer.fit()
 
 
 def test_workers_that_ray_starts_again_resume_from_our_checkpoint(tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
-from towers.health.failure import note_out_of_step
+from towers.health.failure import leave_if_caught, note_out_of_step
 from towers.health.status import Health
 from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.memory_layout import contiguous
@@ -80,6 +80,7 @@ class Caller:
             TowersError: it broke off an earlier collective.
         """
         if self._broken is not None:
+            leave_if_caught()
             raise type(self._broken)(*self._broken.args)
 
     def break_off(self, error: BaseException) -> None:

@@ -36,6 +36,7 @@ from towers.gradients.prediction import Prediction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.gradients.sparse import SparseSlot, average_rows
 from towers.gradients.usage import Counts, Gather, Read, Summary
+from towers.health.failure import leave_if_caught
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
@@ -177,6 +178,7 @@ class Cycle:
             TowersError: the last one has, so towers may be out of step.
         """
         if self.state is not State.IDLE:
+            leave_if_caught()
             raise TowersError(
                 f"a backward() on tower {self._channel.index} raised an exception before its gradients were "
                 "averaged; the towers are out of step and cannot continue: restart from the last checkpoint"

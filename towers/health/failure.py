@@ -17,8 +17,10 @@ A tower that has saved on request and is about to end does not wait longer for s
 scheduler wait for its end.
 
 [Note: caught errors] A script may catch the error that put its towers out of step (``except RuntimeError: continue``,
-to skip a batch), and end as if all was well. At its end, the tower therefore leaves a report of that error, and ends
-with exit code 1. Towers of ``mirrored.launch`` run a function, whose caller gets its result.
+to skip a batch), and end as if all was well. At the next collective outside exception handlers, and otherwise at its
+end, the tower therefore leaves a report of that error, and ends with exit code 1. (Ray Train takes a function that
+returns as a success, whatever the exit code of its process.) Towers of ``mirrored.launch`` run a function, whose caller
+gets its result.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
@@ -46,7 +48,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 from torch.distributed import DistError
 
@@ -252,7 +254,16 @@ def install_hooks() -> None:
         end_with_parent()
 
 
-_out_of_step: tuple[int, Exception, str] | None = None  # process, the error at its end, stack of the first error
+class _OutOfStep(NamedTuple):
+    """The process and the thread that are out of step, the error at the end, and the stack of the first error."""
+
+    process: int
+    thread: int
+    error: Exception
+    trace: str
+
+
+_out_of_step: _OutOfStep | None = None
 
 
 def note_out_of_step(tower: int, cause: BaseException) -> None:
@@ -270,18 +281,28 @@ def note_out_of_step(tower: int, cause: BaseException) -> None:
         trace = "".join(["Traceback (most recent call last):\n", *lines, f"{report.text}\n"])
         text = f"the script of tower {tower} has caught an error that put the towers out of step ({report.short})"
         kind = PeerLostError if report.consequence else TowersError
-        _out_of_step = os.getpid(), kind(text), trace
+        _out_of_step = _OutOfStep(os.getpid(), threading.get_ident(), kind(text), trace)
 
 
 def leave_if_out_of_step() -> None:
     """Ends this process at its end with a report, if its towers are out of step and no error has ended the script."""
     if _out_of_step is None or getattr(sys, "last_value", None) is not None:
         return
-    process, error, trace = _out_of_step
-    if os.getpid() == process and os.environ.get(STARTED_BY) != "launch":
-        flush_output()
-        leave_report(error, trace)
-        leave(1)
+    if os.getpid() == _out_of_step.process and os.environ.get(STARTED_BY) != "launch":
+        _leave_out_of_step(_out_of_step)
+
+
+def _leave_out_of_step(noted: _OutOfStep) -> NoReturn:
+    flush_output()
+    leave_report(noted.error, noted.trace)
+    leave(1)
+
+
+def leave_if_caught() -> None:
+    """Ends this process with a report before a collective, if its script has caught the error and continues."""
+    noted, here = _out_of_step, (os.getpid(), threading.get_ident())
+    if noted is not None and here == (noted.process, noted.thread) and sys.exc_info()[1] is None:
+        _leave_out_of_step(noted)
 
 
 @functools.cache
