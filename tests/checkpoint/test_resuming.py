@@ -244,3 +244,45 @@ def test_a_loop_over_range_gets_a_hint(uses_epochs: bool, tmp_path: pathlib.Path
     assert "train.epochs(N)" not in caplog.text
     assert run(100) == (6 if uses_epochs else 8)
     assert ("the data resume in epoch 1, at step 1. A loop over range(N)" in caplog.text) is not uses_epochs
+
+
+def _accumulate(strategy: mirrored.Strategy, folder: str, stop: int | None) -> tuple[list[int], list[torch.Tensor]]:
+    """The loop of docs/how-to/training-step.md, with 10 batches in an epoch: the steps' batches, and the weights."""
+    with strategy.scope():
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = strategy.distribute_dataset(torch.randn(29, 3), 3, shuffle=True)
+    groups: list[int] = []
+    objects = {"model": model, "optimizer": optimizer, "train": train, "groups": groups}
+    manager = mirrored.CheckpointManager(strategy, folder, objects, every_steps=1)
+
+    def train_step(x: torch.Tensor, batches: int, update: bool) -> None:
+        loss = mirrored.compute_average_loss(model(x).square()[:, 0]) / batches
+        with contextlib.nullcontext() if update else strategy.no_sync():
+            loss.backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with manager.resume():
+        for _ in train.epochs(2):
+            for x in train:
+                done = train.state_dict()["step"]
+                batches = min(4, len(train) - (done - 1) // 4 * 4)
+                update = done % 4 == 0 or done == len(train)
+                strategy.run(train_step, args=(x, batches, update))
+                if update:
+                    groups.append(batches)
+                    manager.step()
+                if manager.steps == stop:
+                    manager.wait()
+                    return groups, []
+    return groups, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_accumulated_steps_go_on_in_the_middle_of_an_epoch(tmp_path: pathlib.Path) -> None:
+    whole = towers(_accumulate, str(tmp_path / "a"), None)
+    assert whole[0][0] == [4, 4, 2, 4, 4, 2]
+    for stop in (2, 4):
+        towers(_accumulate, str(tmp_path / "b"), stop)
+    torch.testing.assert_close(towers(_accumulate, str(tmp_path / "b"), None), whole, rtol=0, atol=0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 HANG = 300.0
 """Seconds after which a test takes a wait for a hang: many times what it takes on a machine that does much else, and
-less than a collective may take (600 s) and than a test may (``timeout`` in pyproject.toml)."""
+less than a collective or a test may take (600 s each; for a test, ``_LONGEST`` in tests/support/guard.py)."""
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = HANG) -> None:

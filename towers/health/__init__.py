@@ -10,7 +10,7 @@ the script raises an exception             the hook of ``failure.install_hooks``
                                            ``mirrored: tower 1 failed in step 3, backward: ValueError: …``
 a tower is killed, or calls ``os._exit``   there is no report: ``exit_report._failure`` takes the exit code, and the
                                            tower's position from its ``status.StatusRecord``
-a tower waits for a tower that is gone     a ``PeerLostError`` (``shared_memory/barrier.py``, or
+a tower waits for a tower that is gone     a ``PeerLostError`` (``collectives/shared_memory/barrier.py``, or
                                            ``timeout_messages.connection_lost``), a consequence: it is reported two
                                            seconds late; ``FailureBroadcast.first_failure`` finds the first
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others through
