@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import pathlib
+import sys
 import types
 import warnings
 import weakref
@@ -33,9 +35,13 @@ from mirrored.keras.monitor import Monitor
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training
+from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import MirrorError
 from towers.sharding.optimizer import OptimizerSharder
+from towers.system.log import get_logger
+
+log = get_logger("mirrored")
 
 _UPDATES_OF_THE_BAR = 100
 
@@ -155,13 +161,32 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not strategy.is_chief:
             arguments["verbose"] = 0
         if not fits:  # fit announces itself, when its callbacks are known
-            announce(strategy.communicator, f"the beginning of model.{original.__name__}")
+            _announce_call(strategy, original.__name__, sys._getframe(2))
     with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if fits:
             arguments["callbacks"] = _with_checkpoints(model, training, arguments, stack)
         if not strategy.is_chief:  # the chief logs the same warnings
             warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
         return original(model, **arguments, **extra)
+
+
+def _announce_call(strategy: Strategy, name: str, frame: types.FrameType) -> None:
+    """Announces a call, and warns if it is in different lines: one tower's evaluation may be paired with a later one.
+
+    Args:
+        frame: the caller's.
+    """
+    line = f"{pathlib.Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    lines = announce(strategy.communicator, f"the beginning of model.{name}", line)
+    if strategy.is_chief and (others := [tower for tower, other in enumerate(lines) if other != line]):
+        log.warning(
+            "model.%s was called in %s on tower 0, but in %s on tower %d. Every tower must make the same calls: under "
+            "`if strategy.is_chief:`, this one is computed with shares of another one, and its result is wrong",
+            name,
+            line,
+            lines[others[0]],
+            others[0],
+        )
 
 
 def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:

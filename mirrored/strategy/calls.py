@@ -93,7 +93,7 @@ class RunKinds:
         self._evaluates: dict[_Kind, bool] = {}
         self._runs: list[_Run] = []  # the current ones, which are nested
         self._alone = False
-        self._stepping: set[_Kind] = set()  # kinds of runs in which an optimizer steps
+        self._stepping: set[_Kind] = set()  # kinds of runs that are reported to train, above all by optimizers
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         events.begin_run.append(self._begin_run)
         events.end_run.append(self._end_run)
@@ -120,10 +120,11 @@ class RunKinds:
     def _end_run(self) -> None:
         run = self._runs.pop()
         if self._alone:
+            reported = run.steps or self._health.trains
             stepping = run.kind in self._stepping  # such a run is assumed to train, even if no optimizer has stepped
             if stepping or (run.gradients is not None and self._have_changed(run.gradients)):
                 self._health.train()
-            (self._stepping.add if run.steps else self._stepping.discard)(run.kind)
+            (self._stepping.add if reported else self._stepping.discard)(run.kind)
         self._health.end_run()
         self._evaluates[run.kind] = self._health.evaluates
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import mirrored.keras
 from tests.support.jobs import all_raise, launch, text_of
+from tests.support.programs import run_program
 
 Call = Callable[[mirrored.Strategy, torch.Tensor, list[torch.Tensor]], Any]
 
@@ -160,3 +162,24 @@ def test_a_call_of_the_chief_alone_is_named(call: str) -> None:
         f"the towers made different calls: tower 1 the beginning of model.fit, tower 0 the beginning of model.{call}"
     )
     all_raise(mirrored.DisagreementError, words, _on_the_chief, call)
+
+
+def _in_other_lines() -> None:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 3), "float32")
+    if strategy.is_chief:
+        model.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+    model.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+
+
+def test_an_evaluation_of_the_chief_alone_that_is_paired_with_another_is_named() -> None:
+    program = f"import {__name__} as tests, mirrored; mirrored.launch(tests._in_other_lines)"
+    result = run_program(["-c", program])
+    assert result.returncode == 1  # the chief's second evaluation meets the end of tower 1
+    found = re.search(r"evaluate was called in (\S+):(\d+) on tower 0, but in (\S+):(\d+) on tower 1", result.stderr)
+    assert found, result.stderr
+    assert found[1] == found[3] == "test_wrong_steps.py"
+    assert int(found[4]) == int(found[2]) + 1

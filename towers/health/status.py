@@ -176,6 +176,7 @@ class Health:
         step: the running training step, or the last one if none runs. Users see this number, also in checkpoints. A run
             is a training step if it has a backward or an optimizer's step.
         evaluates: whether the present run, or the last one if none runs, is not a training step, as far as is known.
+        trains: whether the present run is known to be a training step.
         phase: the tower's phase; empty while it is in the script's own code.
         counted_by_script: whether the script counts training steps itself, so that several runs may be one.
         loops: the number of loops over distributed data that have started.
@@ -206,7 +207,7 @@ class Health:
         self.callers: list[Callable[[str], object]] = []
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
-        self._trains = False
+        self.trains = False
         self._done = 0  # training steps
         self.counted_by_script = False
 
@@ -237,12 +238,12 @@ class Health:
         self.run += 1
         self.evaluates = evaluates
         self.step = self._done + (not evaluates)
-        self._running, self._trains = True, False
+        self._running, self.trains = True, False
         self.enter(IN_EVALUATION if evaluates else IN_STEP)
 
     def train(self) -> None:
         """Records that the present run is a training step: it contains a backward, or an optimizer steps."""
-        self._trains = True
+        self.trains = True
         if self._running and self.evaluates:
             self.evaluates = False
             self.step = self._done + 1
@@ -254,7 +255,7 @@ class Health:
         It must not be called for a failed run, so that the status shows where the tower ended.
         """
         self._running = False
-        self.evaluates = not self._trains
+        self.evaluates = not self.trains
         if self.evaluates:
             self.step = self._done
         elif not self.counted_by_script:
