@@ -37,6 +37,11 @@ def function_of(metric: Any) -> Any:
     return getattr(metric, "_fn", type(metric))
 
 
+def is_of_keras(function: Any) -> bool:
+    """Returns whether a function or class belongs to Keras."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "keras"
+
+
 def metrics_of_default_steps(model: Any) -> list[Any]:
     """Returns the metrics that Keras' own steps update, also if the model's property ``metrics`` omits them."""
     return [metric for metric in (model._loss_tracker, model._compile_metrics) if metric is not None]

@@ -16,7 +16,7 @@ import keras
 import torch
 from torch import Tensor
 
-from mirrored.keras.keras_private import function_of
+from mirrored.keras.keras_private import function_of, is_of_keras
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current, running
 from mirrored.strategy.base import Strategy
@@ -33,7 +33,7 @@ def probe_first_update(metric: Any) -> None:
     ``update_state`` have different lengths, or if it raises an exception on halves.
     """
     aggregations = {variable.aggregation for variable in metric.variables}
-    if (_of_keras(type(metric)) and _of_keras(function_of(metric))) or aggregations <= {"only_first_replica"}:
+    if (is_of_keras(type(metric)) and is_of_keras(function_of(metric))) or aggregations <= {"only_first_replica"}:
         return
     update = metric.update_state
 
@@ -99,10 +99,6 @@ def _combined(aggregation: str, before: Tensor, first: Tensor, second: Tensor, w
     if aggregation == "only_first_replica":
         return whole
     return first + second - before if aggregation == "sum" else (first + second) / 2
-
-
-def _of_keras(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "keras"
 
 
 def _rows(leaf: Any, start: int, end: int) -> Any:

@@ -1,0 +1,91 @@
+"""Losses as scripts write them: means over examples are exact on several towers, all others are refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import ops
+
+import mirrored.keras
+from tests.support.jobs import launch
+
+
+class WithTemperature(keras.losses.Loss):
+    """Compares each example with all others of its batch."""
+
+    def call(self, y: Any, p: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(ops.arange(len(p)), p @ p.T, from_logits=True)
+
+
+def scalar_mean(y: Any, p: Any) -> Any:
+    return ops.mean(ops.square(y - p))
+
+
+def one_for_each_output(y: Any, p: Any) -> Any:
+    return ops.abs(y - p)
+
+
+def a_sum(y: Any, p: Any) -> Any:
+    return ops.sum(ops.square(y - p))
+
+
+def of_valid_ones(y: Any, p: Any) -> Any:
+    valid = ops.cast(y[:, 0] > 0, p.dtype)
+    return ops.sum(valid * ops.mean(ops.square(y - p), -1)) / ops.maximum(ops.sum(valid), 1.0)
+
+
+def random_noise(y: Any, p: Any) -> Any:
+    return ops.mean(ops.square(y - p + torch.randn(len(p), 2)), -1)
+
+
+def over_all_towers(y: Any, p: Any) -> Any:
+    """The distance of each example from the mean of all towers' predictions."""
+    replica = mirrored.get_replica_context()
+    every = p if replica is None or mirrored.get_strategy().num_replicas_in_sync == 1 else replica.all_gather(p)
+    return ops.mean(ops.square(p - ops.mean(every, 0)), -1)
+
+
+EXACT = [scalar_mean, one_for_each_output, over_all_towers]
+REFUSED = [WithTemperature, a_sum, of_valid_ones]
+
+
+def fit(loss: Callable[..., Any]) -> list[float] | str:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), loss() if isinstance(loss, type) else loss)
+    x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
+    try:
+        model.fit(x, x[:, :2] ** 2 - 0.5, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    except TypeError as error:
+        return str(error)
+    return [float(number) for weight in model.get_weights() for number in weight.flatten()]
+
+
+@pytest.mark.parametrize("loss", EXACT)
+def test_means_over_examples_are_exact(loss: Callable[..., Any]) -> None:
+    [alone] = launch(fit, loss, count=1)
+    for count in (2, 3):
+        for weights in launch(fit, loss, count=count):
+            assert weights == pytest.approx(alone, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", REFUSED)
+def test_other_losses_are_refused(loss: Callable[..., Any]) -> None:
+    [alone] = launch(fit, loss, count=1)
+    assert isinstance(alone, list)
+    for text in launch(fit, loss):
+        assert isinstance(text, str)
+        assert text.startswith(f"the loss '{loss.__name__}' would be wrong on several towers: for 4 examples it is ")
+
+
+def test_random_losses_are_not_probed() -> None:
+    assert all(isinstance(weights, list) for weights in launch(fit, random_noise))
