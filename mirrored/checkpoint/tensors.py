@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mirrored.checkpoint.codec import DTYPES, MISFITS, Malformed
 from towers.collectives.communicator import as_bytes
+from towers.system.host_copy import CopyFromDevices
 from towers.system.memory_layout import is_dense
 
 _FORMAT = {
@@ -84,14 +85,17 @@ class FileLayout:
 
     def copy_to(self, memory: Tensor) -> None:
         """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long."""
-        end = 0
+        end, from_devices = 0, CopyFromDevices()
         for tensor in self._tensors.values():
             target = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
-            if tensor.dtype in _FORMAT:
+            if tensor.device.type != "cpu":
+                from_devices.add(as_bytes(tensor), target)
+            elif tensor.dtype in _FORMAT:
                 target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             else:
                 target.copy_(as_bytes(tensor))
+        from_devices.finish()
 
 
 class TensorFile:

@@ -11,10 +11,12 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
+from mirrored.checkpoint.tensors import FileLayout
 from tests import simulated_device
-from tests.accelerator.cases import SIMULATED, flat
+from tests.accelerator.cases import SIMULATED, flat, waiting_is_an_error
 from tests.support.jobs import make_data, make_mlp
 from towers.system.extremes import extremes
+from towers.system.host_copy import CopyFromDevices
 
 
 def data_in_a_scope() -> int:
@@ -44,6 +46,35 @@ def batches_arrive_whole() -> bool:
             batch = batch * 1.0
         seen.append(batch.cpu())
     return torch.equal(torch.cat(seen), numbers)
+
+
+def a_checkpoint_is_copied() -> list[int]:
+    """Tensors of many kinds and sizes come to the host without waiting for each of them; the sizes of the copies."""
+    device = mirrored.MirroredStrategy().device
+    numbers = torch.arange(24.0, device=device)
+    tensors = {
+        **{f"small {count}": torch.full((count,), count, device=device) for count in range(40)},
+        "on the host": torch.arange(5),
+        "columns": numbers.view(4, 6).t(),
+        "every second": numbers[::2],
+        "half": numbers.to(torch.bfloat16),
+        "complex": torch.complex(numbers, -numbers),
+        "flags": numbers > 5,
+        "large": torch.arange(300_000, device=device),
+        "empty": numbers[:0],
+        "one": numbers[3],
+    }
+    found = []
+    for size in (CopyFromDevices._BYTES, 1000, 8):
+        CopyFromDevices._BYTES = size
+        layout = FileLayout(tensors)
+        memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+        with waiting_is_an_error():
+            layout.copy_to(memory)
+        _, *pieces = layout.pieces()
+        assert b"".join(pieces) == bytes(memory.numpy())
+        found.append(len(memory))
+    return found
 
 
 def random_numbers() -> bool:

@@ -39,6 +39,10 @@ def test_a_nan_is_named() -> None:
     assert "(nan on tower 1)" in first
 
 
+def test_a_checkpoint_is_copied_without_waiting_for_each_tensor() -> None:
+    assert len(on_one_gpu(stream_cases.a_checkpoint_is_copied)) == 2
+
+
 def test_data_in_a_scope() -> None:
     assert on_one_gpu(stream_cases.data_in_a_scope) == [20, 20]
 

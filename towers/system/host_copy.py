@@ -34,6 +34,58 @@ class HostCopy:
         return self._copy
 
 
+class CopyFromDevices:
+    """Copies bytes of devices into ordinary memory, through two pinned buffers.
+
+    While the host empties one buffer, the devices fill the other one. So the host waits once for each buffer, and not
+    for each tensor, and little memory is pinned.
+    """
+
+    _BYTES = 2**25
+
+    def __init__(self) -> None:
+        self._filling: list[tuple[Tensor, Tensor]] = []  # parts of a buffer, and their places in memory
+        self._full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None = None
+        self._buffers: list[Tensor] = []
+        self._used, self._device = 0, torch.device("cpu")
+
+    def add(self, data: Tensor, target: Tensor) -> None:
+        """Starts to copy ``data``, bytes of a device, to ``target``. :meth:`finish` completes all copies."""
+        if not self._buffers:
+            self._buffers = [torch.empty(self._BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in "ab"]
+        for source, place in zip(data.split(self._BYTES), target.split(self._BYTES), strict=True):
+            if self._filling and (self._used + len(source) > self._BYTES or source.device != self._device):
+                self._swap()
+            self._device = source.device
+            part = self._buffers[0][self._used : self._used + len(source)]
+            self._used += len(source)
+            part.copy_(source, non_blocking=True)
+            self._filling.append((part, place))
+
+    def _swap(self) -> None:
+        filled = torch.Event(self._device)
+        filled.record(torch.accelerator.current_stream(self._device))
+        before, self._full = self._full, (filled, self._filling)
+        self._filling, self._used = [], 0
+        self._buffers.reverse()
+        self._empty(before)
+
+    @staticmethod
+    def _empty(full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None) -> None:
+        if full is not None:
+            filled, parts = full
+            filled.synchronize()
+            for part, place in parts:
+                place.copy_(part)
+
+    def finish(self) -> None:
+        """Returns when everything is copied."""
+        if self._filling:
+            self._swap()
+        self._empty(self._full)
+        self._full = None
+
+
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns ``tensor`` on ``device``. The host does not wait for the device that it sends the tensor to."""
     if device.type != "cpu" and tensor.device.type == "cpu":
