@@ -13,7 +13,7 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 GLOO_BUCKET_BYTES = 4 * 2**20  # smaller buckets are sent earlier during backward, and cost Gloo little
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory", "host")
-_ALGORITHMS = ("ring", "auto")
+_ALGORITHMS = (None, "ring", "auto")
 _WIRE_DTYPES = ("same", "bfloat16")
 
 _P = ParamSpec("_P")
@@ -34,8 +34,9 @@ class CommunicationOptions:
             without shared memory. "nccl", "gloo" and "shared_memory" name one. "host" averages the gradients of
             accelerators in the hosts' memory; "auto" does so if torch has no collectives for the kind of device, or
             if towers share a device.
-        algorithm: "ring" selects NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner. ``NCCL_ALGO`` in the
-            environment takes precedence. Gloo always uses its ring.
+        algorithm: "ring" selects NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner. None: the ring on
+            one host, NCCL's choice across hosts, where the ring's latency grows with the number of towers.
+            ``NCCL_ALGO`` in the environment takes precedence. Gloo always uses its ring.
         wire_dtype: "same", or "bfloat16" to send float32 gradients between devices or hosts as bfloat16, in half the
             bytes, with 8 bits of precision. Gradients that CPU towers average in shared memory, and sparse gradients,
             keep their precision. With ``virtual_towers``, "bfloat16" is a ValueError.
@@ -53,7 +54,7 @@ class CommunicationOptions:
     """
 
     implementation: str = "auto"
-    algorithm: str = "ring"
+    algorithm: str | None = None
     wire_dtype: str = "same"
     compression: Compression | None = None
     bucket_bytes: int | None = None
@@ -69,7 +70,7 @@ class CommunicationOptions:
             ("wire_dtype", self.wire_dtype, _WIRE_DTYPES),
         ):
             if value not in choices:
-                raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
+                raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(map(str, choices))}")
         if not isinstance(self.compression, Compression | None):
             raise TypeError(f"compression is {self.compression!r}, but has to be mirrored.PowerSGD(…) or None")
         for field, kind, finite in (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
 
 import mirrored
 from tests.support.programs import run_program
+from towers.collectives import nccl
 from towers.collectives.connecting import compare_towers
 from towers.launching import simulate_cluster
 from towers.system import devices
@@ -122,6 +124,21 @@ def test_devices() -> None:
         mirrored.MirroredStrategy("cpu:0")
     with pytest.raises(TypeError, match="must be a list of devices, such as .* not 2"):
         mirrored.MirroredStrategy(2)  # type: ignore[arg-type]
+
+
+def test_nccl_uses_its_ring_on_one_host_and_chooses_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    for algorithm, on_one_host, expected in (
+        (None, True, "Ring"),
+        (None, False, None),
+        ("ring", False, "Ring"),
+        ("auto", True, None),
+    ):
+        nccl.choose_algorithm(algorithm, on_one_host=on_one_host)
+        assert os.environ.get("NCCL_ALGO") == expected
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    nccl.choose_algorithm("ring", on_one_host=True)
+    assert os.environ["NCCL_ALGO"] == "Tree"
 
 
 def test_options_are_checked() -> None:

@@ -60,7 +60,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     if backend == "nccl":
         from towers.collectives import nccl_watch
 
-        nccl.choose_algorithm(options.algorithm)
+        nccl.choose_algorithm(options.algorithm, on_one_host=topology.local_size == topology.size)
         nccl_watch.watch(failures)
     tower = Participant(
         kind="tower",

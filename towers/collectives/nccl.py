@@ -21,13 +21,19 @@ from towers.system.torch_private import nccl_aborts_at_once
 _pinned_ring = False
 
 
-def choose_algorithm(algorithm: str) -> None:
-    """Selects NCCL's ring for future groups, or leaves the choice to NCCL. ``NCCL_ALGO`` takes precedence."""
+def choose_algorithm(algorithm: str | None, *, on_one_host: bool) -> None:
+    """Selects NCCL's ring for future groups, or leaves the choice to NCCL. ``NCCL_ALGO`` takes precedence.
+
+    Args:
+        algorithm: "ring", "auto", or None for the ring on one host only.
+        on_one_host: whether all towers are on this host.
+    """
     global _pinned_ring
-    if algorithm == "ring" and "NCCL_ALGO" not in os.environ:
+    ring = algorithm == "ring" or (algorithm is None and on_one_host)
+    if ring and "NCCL_ALGO" not in os.environ:
         os.environ["NCCL_ALGO"] = "Ring"
         _pinned_ring = True
-    elif algorithm != "ring" and _pinned_ring:
+    elif not ring and _pinned_ring:
         os.environ.pop("NCCL_ALGO", None)
         _pinned_ring = False
 
