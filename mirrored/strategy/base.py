@@ -137,9 +137,17 @@ class Strategy(Records):
         Args:
             sync_batch_norm: see :meth:`scope`; takes effect at once. A forward method that was assigned to a BatchNorm
                 object is a TypeError.
+
+        Raises:
+            TypeError: ``module`` is not a module.
         """
         self._check_here("mirror()")
         refuse_inside_run("mirror()", "mirror a model before the run that trains it")
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"strategy.mirror was given a value of type {type(module).__name__}; give it a torch module, such as a "
+                "model or a metric of torchmetrics. Metrics of Keras work in model.compile only"
+            )
         devices = {tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())}
         if devices != {self.device}:  # a metric shows no tensors; quantised models refuse `to` even where they are
             module.to(self.device)

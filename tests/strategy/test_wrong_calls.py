@@ -170,3 +170,10 @@ def test_two_threads_do_not_train_at_once(count: int) -> None:
     for said in towers(train_in_two_threads, count=count):
         assert re.match(r"strategy.run was called in a thread while another thread is inside it", said[0])
         assert said[1] == "0"
+
+
+def test_mirror_takes_modules() -> None:
+    strategy = mirrored.OneDeviceStrategy()
+    for value in (torch.nn.Linear(1, 1).state_dict(), torch.nn.Linear, None):
+        with pytest.raises(TypeError, match="strategy.mirror was given a value of type .*; give it a torch module"):
+            strategy.mirror(value)  # type: ignore[arg-type]
