@@ -17,7 +17,7 @@ import pytest
 from tests.support.jobs import ROOT
 from tests.support.prefetching import PREFETCHES, told_to_end, wait_for_line
 from tests.support.processes import await_ends, family
-from tests.support.programs import Program, end_of, start_command, start_program
+from tests.support.programs import Program, end_of, ended_with, start_command, start_program
 from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED
 
@@ -135,7 +135,7 @@ def test_who_has_saved_ends_beside_a_thread_that_goes_on(
     errors = [job.communicate(timeout=HANG)[1] for job in jobs]
     assert list((tmp_path / "run").glob("step-*")), errors
     if starter == "torchrun":  # which has a code of its own
-        assert jobs[0].returncode == 1
+        assert ended_with(1, jobs[0].words, jobs[0].returncode, errors[0]), errors
     else:
         assert {job.returncode for job in jobs} == {EXIT_PREEMPTED}, errors
         assert starter == "launch" or all("mirrored: preempted by SIGTERM" in error for error in errors)
