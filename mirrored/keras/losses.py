@@ -8,13 +8,15 @@ Regularisers of activities are sums in Keras 3.13, and means in later versions.
 [Note: a loss is a mean over examples] A loss that compares the examples of a batch with each other, a sum, and a
 quotient of sums over the batch have other values on several towers. Keras' own one, ``Circle``, is refused. A script's
 own loss is probed in its first step with more than one example: on this tower's share, its mean must be the mean over
-the two halves. A loss that calls the strategy is not probed, since it may compute over all towers.
+the two halves. A loss that calls the strategy is not probed, since it may compute over all towers. The losses that
+layers add are probed in the same way, but with a warning: penalties that depend on the whole batch are common there.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import keras
@@ -26,6 +28,9 @@ from mirrored.keras.keras_private import SUMS_ACTIVITIES, is_of_activities, is_o
 from mirrored.keras.keras_private import loss as keras_losses
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
+from towers.system.log import get_logger
+
+log = get_logger("mirrored")
 
 _OVER_ENTRIES = ("sum_over_batch_size", "mean")
 
@@ -91,26 +96,10 @@ def _probe(loss: Any, y_true: Any, y_pred: Any) -> None:
         TypeError: it is not a mean over examples.
     """
     pair = keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype=loss.dtype), (y_true, y_pred))
-    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in keras.tree.flatten(pair)}
-    if len(sizes) != 1:
+    found = _on_halves(lambda *part: float(keras.ops.mean(loss.call(*part))), pair)
+    if found is None:
         return
-    count = sizes.pop()
-    half = count // 2
-
-    def mean_of(start: int, end: int) -> float:
-        return float(keras.ops.mean(loss.call(*keras.tree.map_structure(lambda leaf: leaf[start:end], pair))))
-
-    elsewhere = cast(Any, _Elsewhere())
-    try:
-        with torch.no_grad(), frame(elsewhere, elsewhere), torch.random.fork_rng(devices=[]):
-            whole, again, first, second = (
-                mean_of(start, end) for start, end in ((0, count), (0, count), (0, half), (half, count))
-            )
-    except Exception:  # it calls the strategy, or cannot be computed with another number of examples
-        return
-    combined = (half * first + (count - half) * second) / count
-    if whole != again or abs(combined - whole) <= _TOLERANCE * max(map(abs, (whole, first, second))):
-        return  # the former: it is random, or nan
+    count, whole, combined = found
     name = getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)
     raise TypeError(
         f"the loss {name!r} would be wrong on several towers: for {count} examples it is {whole:.6g}, but the mean "
@@ -118,6 +107,60 @@ def _probe(loss: Any, y_true: Any, y_pred: Any) -> None:
         "takes the mean. Give weights and masks as sample_weight, not in the function. If it needs all examples of a "
         "batch, gather them in it (mirrored.get_replica_context().all_gather(y_pred))"
     )
+
+
+def warn_of_added_losses(model: Any, x: Any) -> None:
+    """Logs a warning if the losses that layers add (``add_loss``) are not a mean over the examples ``x`` of a share.
+
+    The model is computed in inference mode, so that its normalisation does not depend on the batch.
+    """
+    state = [(variable, variable.value.detach().clone()) for variable in model.variables if not variable.trainable]
+
+    def added(*part: Any) -> float:
+        model(part[0], training=False)
+        return float(sum(model.losses))
+
+    found = _on_halves(added, (x,))
+    for variable, value in state:
+        variable.value.detach().copy_(value)
+    if found is not None:
+        count, whole, combined = found
+        log.warning(
+            "the losses that layers of %r add with add_loss are wrong on several towers: for %d examples they are "
+            "%.6g, but the mean over two halves is %.6g. Add a mean over examples (keras.ops.mean), not a sum",
+            model.name,
+            count,
+            whole,
+            combined,
+        )
+
+
+def _on_halves(value: Callable[..., float], examples: tuple[Any, ...]) -> tuple[int, float, float] | None:
+    """Compares a value of some examples with the mean of those of their halves.
+
+    Returns:
+        The number of examples, the value, and the mean. None if they are equal, or cannot be compared: the value is
+        random, uses the strategy, or cannot be computed for another number of examples.
+    """
+    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in keras.tree.flatten(examples)}
+    if len(sizes) != 1 or (count := sizes.pop()) < 2:
+        return None
+    half, elsewhere = count // 2, cast(Any, _Elsewhere())
+
+    def of_rows(start: int, end: int) -> float:
+        return value(*keras.tree.map_structure(lambda leaf: leaf[start:end], examples))
+
+    try:
+        with torch.no_grad(), frame(elsewhere, elsewhere), torch.random.fork_rng(devices=[]):
+            whole, again, first, second = (
+                of_rows(start, end) for start, end in ((0, count), (0, count), (0, half), (half, count))
+            )
+    except Exception:  # of the script
+        return None
+    combined = (half * first + (count - half) * second) / count
+    if whole != again or abs(combined - whole) <= _TOLERANCE * max(map(abs, (whole, first, second))):
+        return None
+    return count, whole, combined
 
 
 @around(keras.losses.Circle, "call")

@@ -16,8 +16,10 @@ from typing import Any
 import keras
 
 from mirrored.context import in_step_of
+from mirrored.interceptor import interceptor
 from mirrored.keras import data
 from mirrored.keras.keras_private import get_device as current_device
+from mirrored.keras.losses import warn_of_added_losses
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables
@@ -37,6 +39,7 @@ class Training:
         self._variables = StepVariables(self._model, strategy.communicator)
         self._loop = data.Loop(strategy)
         self._newest: tuple[dict[str, Any], Step] | None = None
+        self._probed = False  # the losses that layers add
         self.newest_share: Share | None = None  # of the last batch for training or testing
         self.is_read: Callable[[], bool] = lambda: False  # whether a monitor reads the logs of this batch
 
@@ -62,6 +65,10 @@ class Training:
             self._variables.begin()
         with running(step), in_step_of(f"the {'train' if trains else 'test'}_step of a Keras model"):
             result = self.strategy.run(function, args=([batch],))
+        if trains and share.local > 1 and not self._probed:
+            self._probed = True
+            if self._model.losses and not interceptor().compares:
+                warn_of_added_losses(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         for tensor, value in kept:
             tensor.copy_(value)
         self.metrics.count(share)

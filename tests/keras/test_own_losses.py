@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from keras import ops
 
 import mirrored.keras
 from tests.support.jobs import launch
+from tests.support.logs import Records
 
 
 class WithTemperature(keras.losses.Loss):
@@ -89,3 +91,35 @@ def test_other_losses_are_refused(loss: Callable[..., Any]) -> None:
 
 def test_random_losses_are_not_probed() -> None:
     assert all(isinstance(weights, list) for weights in launch(fit, random_noise))
+
+
+class Adds(keras.Model):
+    """Adds a penalty of its hidden values."""
+
+    def __init__(self, reduce: str) -> None:
+        super().__init__()
+        self.hidden, self.norm = keras.layers.Dense(3), keras.layers.BatchNormalization()
+        self.drop, self.out, self.reduce = keras.layers.Dropout(0.5), keras.layers.Dense(2), getattr(ops, reduce)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        hidden = self.norm(self.hidden(x), training=training)
+        self.add_loss(self.reduce(ops.square(hidden)))
+        return self.out(self.drop(hidden, training=training))
+
+
+def warnings_of(reduce: str) -> list[str]:
+    strategy, records = mirrored.MirroredStrategy(seed=0), Records()
+    with strategy.scope():
+        model = Adds(reduce)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    logging.getLogger("mirrored").addHandler(records)
+    x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
+    model.fit(x, x[:, :2], batch_size=8, shuffle=False, verbose=0)
+    return [text for text in records.messages if "add_loss" in text]
+
+
+def test_added_losses_that_are_sums_are_warned_of_once() -> None:
+    for [text] in launch(warnings_of, "sum"):
+        assert "are wrong on several towers: for 4 examples they are" in text
+    for reduce, count in (("mean", 2), ("sum", 1)):
+        assert launch(warnings_of, reduce, count=count) == [[]] * count
