@@ -19,6 +19,8 @@ import mirrored.keras
 from tests.support.jobs import launch
 from tests.support.logs import Records
 
+pytestmark = pytest.mark.extended
+
 
 class WithTemperature(keras.losses.Loss):
     """Compares each example with all others of its batch."""

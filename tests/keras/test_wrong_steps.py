@@ -175,6 +175,7 @@ def _in_other_lines() -> None:
     model.evaluate(x, x[:, :1], batch_size=4, verbose=0)
 
 
+@pytest.mark.extended
 def test_an_evaluation_of_the_chief_alone_that_is_paired_with_another_is_named() -> None:
     program = f"import {__name__} as tests, mirrored; mirrored.launch(tests._in_other_lines)"
     result = run_program(["-c", program])
