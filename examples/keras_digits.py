@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="the global one, over all towers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--devices", help="such as cpu:0,cpu:1; default: every GPU, else one CPU tower")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("keras_digits_output"))
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/keras_digits"))
     parser.add_argument("--checkpoints", type=pathlib.Path, help="a folder to save in, and to go on from")
     arguments = parser.parse_args()
 
