@@ -7,9 +7,10 @@ Regularisers of activities are sums in Keras 3.13, and means in later versions.
 
 [Note: a loss is a mean over examples] A loss that compares the examples of a batch with each other, a sum, and a
 quotient of sums over the batch have other values on several towers. Keras' own one, ``Circle``, is refused. A script's
-own loss is probed in its first step with more than one example: on this tower's share, its mean must be the mean over
-the two halves. A loss that calls the strategy is not probed, since it may compute over all towers. The losses that
-layers add are probed in the same way, but with a warning: penalties that depend on the whole batch are common there.
+own loss or ``compute_loss`` is probed in its first step with more than one example: on this tower's share, its mean
+must be the mean over the two halves. A loss that calls the strategy is not probed, since it may compute over all
+towers. The losses that layers add are probed in the same way, but with a warning: penalties that depend on the whole
+batch are common there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, cast
 import keras
 import torch
 
-from mirrored.context import frame
+from mirrored.context import current_frame, frame
 from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import SUMS_ACTIVITIES, is_of_activities, is_of_keras
 from mirrored.keras.keras_private import loss as keras_losses
@@ -43,6 +44,8 @@ def _reduce_values(
     if step is None or not values.shape:
         return original(values, sample_weight, reduction)
     if reduction == "sum":
+        if isinstance(getattr(current_frame(), "strategy", None), _Elsewhere):
+            raise RuntimeError("a sum is right, but its halves are not compared")
         return original(values, sample_weight, reduction) / (step.fraction or 1.0)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = keras.ops.sum(values)
@@ -96,12 +99,13 @@ def _probe(loss: Any, y_true: Any, y_pred: Any) -> None:
         TypeError: it is not a mean over examples.
     """
     pair = keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(leaf, dtype=loss.dtype), (y_true, y_pred))
-    found = _on_halves(lambda *part: float(keras.ops.mean(loss.call(*part))), pair)
-    if found is None:
-        return
+    if found := _on_halves(lambda *part: float(keras.ops.mean(loss.call(*part))), pair):
+        raise _no_mean(getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__), found)
+
+
+def _no_mean(name: str, found: tuple[int, float, float]) -> TypeError:
     count, whole, combined = found
-    name = getattr(getattr(loss, "fn", None), "__name__", type(loss).__name__)
-    raise TypeError(
+    return TypeError(
         f"the loss {name!r} would be wrong on several towers: for {count} examples it is {whole:.6g}, but the mean "
         f"over its two halves is {combined:.6g}. It must return one value for each example (or token), of which Keras "
         "takes the mean. Give weights and masks as sample_weight, not in the function. If it needs all examples of a "
@@ -135,6 +139,24 @@ def warn_of_added_losses(model: Any, x: Any) -> None:
         )
 
 
+def check_compute_loss(model: Any) -> None:
+    """Makes the next call of a script's own ``compute_loss`` raise a TypeError if it is not a mean over examples."""
+    own = model.compute_loss
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        del model.compute_loss
+        state = [variable.value.detach().clone() for variable in variables]
+        found = _on_halves(lambda some, named: float(own(*some, **named)), (args, kwargs))
+        for variable, value in zip(variables, state, strict=True):
+            variable.value.detach().copy_(value)
+        if found is not None:
+            raise _no_mean(f"{model.__class__.__name__}.compute_loss", found)
+        return own(*args, **kwargs)
+
+    model.compute_loss = compute_loss
+
+
 def _on_halves(value: Callable[..., float], examples: tuple[Any, ...]) -> tuple[int, float, float] | None:
     """Compares a value of some examples with the mean of those of their halves.
 
@@ -142,13 +164,14 @@ def _on_halves(value: Callable[..., float], examples: tuple[Any, ...]) -> tuple[
         The number of examples, the value, and the mean. None if they are equal, or cannot be compared: the value is
         random, uses the strategy, or cannot be computed for another number of examples.
     """
-    sizes = {leaf.shape[0] if leaf.ndim else 0 for leaf in keras.tree.flatten(examples)}
+    sizes = {leaf.shape[0] for leaf in keras.tree.flatten(examples) if getattr(leaf, "shape", ())}
     if len(sizes) != 1 or (count := sizes.pop()) < 2:
         return None
     half, elsewhere = count // 2, cast(Any, _Elsewhere())
 
     def of_rows(start: int, end: int) -> float:
-        return value(*keras.tree.map_structure(lambda leaf: leaf[start:end], examples))
+        some = lambda leaf: leaf[start:end] if getattr(leaf, "shape", ()) else leaf  # noqa: E731
+        return value(*keras.tree.map_structure(some, examples))
 
     try:
         with torch.no_grad(), frame(elsewhere, elsewhere), torch.random.fork_rng(devices=[]):

@@ -19,7 +19,7 @@ from mirrored.context import in_step_of
 from mirrored.interceptor import interceptor
 from mirrored.keras import data
 from mirrored.keras.keras_private import get_device as current_device
-from mirrored.keras.losses import warn_of_added_losses
+from mirrored.keras.losses import check_compute_loss, warn_of_added_losses
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables
@@ -61,13 +61,17 @@ class Training:
         step = Step(self.strategy, share, combines=self.metrics.have)
         self.metrics.begin()
         kept = [] if share.local else self.metrics.state()
+        probes = trains and share.local > 1 and not self._probed and not interceptor().compares
+        kind: Any = self._model.__class__  # type() would be that of the proxy
+        if probes and kind.compute_loss is not keras.Model.compute_loss:
+            check_compute_loss(self._model)
         if trains:
             self._variables.begin()
         with running(step), in_step_of(f"the {'train' if trains else 'test'}_step of a Keras model"):
             result = self.strategy.run(function, args=([batch],))
-        if trains and share.local > 1 and not self._probed:
+        if probes:
             self._probed = True
-            if self._model.losses and not interceptor().compares:
+            if self._model.losses:
                 warn_of_added_losses(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         for tensor, value in kept:
             tensor.copy_(value)

@@ -125,3 +125,47 @@ def test_added_losses_that_are_sums_are_warned_of_once() -> None:
         assert "are wrong on several towers: for 4 examples they are" in text
     for reduce, count in (("mean", 2), ("sum", 1)):
         assert launch(warnings_of, reduce, count=count) == [[]] * count
+
+
+class Computes(keras.Model):
+    """Has a loss of its own, which may use that of ``compile``."""
+
+    def __init__(self, reduce: str) -> None:
+        super().__init__()
+        self.out, self.reduce = keras.layers.Dense(2, kernel_regularizer="l2"), reduce
+
+    def call(self, x: Any) -> Any:
+        return self.out(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        if self.reduce == "compiled":
+            return 0.5 * super().compute_loss(x, y, y_pred, sample_weight, training)
+        return getattr(ops, self.reduce)(ops.square(y - y_pred)) + sum(self.losses)
+
+
+def fit_own(reduce: str, reduction: str) -> list[float] | str:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = Computes(reduce)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction), metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
+    try:
+        history = model.fit(x, x[:, :2], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    except TypeError as error:
+        return str(error)
+    assert "compute_loss" not in vars(model)
+    return [*model.get_weights()[0].flatten().tolist(), *history.history["mae"], *history.history["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "reduction"), [("mean", "mean"), ("compiled", "sum_over_batch_size"), ("compiled", "sum")]
+)
+def test_an_own_compute_loss_that_is_a_mean_is_exact(reduce: str, reduction: str) -> None:
+    [alone] = launch(fit_own, reduce, reduction, count=1)
+    for numbers in launch(fit_own, reduce, reduction):
+        assert numbers == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_an_own_compute_loss_that_is_a_sum_is_refused() -> None:
+    for text in launch(fit_own, "sum", "mean"):
+        assert text.startswith("the loss 'Computes.compute_loss' would be wrong on several towers")
