@@ -171,7 +171,7 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _announce_call(strategy: Strategy, name: str, frame: types.FrameType) -> None:
-    """Announces a call, and warns if it is in different lines: one tower's evaluation may be paired with a later one.
+    """Announces a call. A difference between its lines is a warning: one tower's may be paired with a later one.
 
     Args:
         frame: the caller's.
@@ -180,8 +180,8 @@ def _announce_call(strategy: Strategy, name: str, frame: types.FrameType) -> Non
     lines = announce(strategy.communicator, f"the beginning of model.{name}", line)
     if strategy.is_chief and (others := [tower for tower, other in enumerate(lines) if other != line]):
         log.warning(
-            "model.%s was called in %s on tower 0, but in %s on tower %d. Every tower must make the same calls: under "
-            "`if strategy.is_chief:`, this one is computed with shares of another one, and its result is wrong",
+            "model.%s was called in %s on tower 0, but in %s on tower %d. If a tower makes one of these calls alone "
+            "(under `if strategy.is_chief:`), the results are wrong: every tower must make the same calls",
             name,
             line,
             lines[others[0]],

@@ -16,10 +16,9 @@ from typing import Any
 import keras
 
 from mirrored.context import in_step_of
-from mirrored.interceptor import interceptor
 from mirrored.keras import data
 from mirrored.keras.keras_private import get_device as current_device
-from mirrored.keras.losses import check_compute_loss, warn_of_added_losses
+from mirrored.keras.loss_probe import probing
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables
@@ -39,7 +38,7 @@ class Training:
         self._variables = StepVariables(self._model, strategy.communicator)
         self._loop = data.Loop(strategy)
         self._newest: tuple[dict[str, Any], Step] | None = None
-        self._probed = False  # the losses that layers add
+        self._probed = False  # whether the model's own losses have passed their test
         self.newest_share: Share | None = None  # of the last batch for training or testing
         self.is_read: Callable[[], bool] = lambda: False  # whether a monitor reads the logs of this batch
 
@@ -61,18 +60,13 @@ class Training:
         step = Step(self.strategy, share, combines=self.metrics.have)
         self.metrics.begin()
         kept = [] if share.local else self.metrics.state()
-        probes = trains and share.local > 1 and not self._probed and not interceptor().compares
-        kind: Any = self._model.__class__  # type() would be that of the proxy
-        if probes and kind.compute_loss is not keras.Model.compute_loss:
-            check_compute_loss(self._model)
         if trains:
             self._variables.begin()
-        with running(step), in_step_of(f"the {'train' if trains else 'test'}_step of a Keras model"):
-            result = self.strategy.run(function, args=([batch],))
-        if probes:
-            self._probed = True
-            if self._model.losses:
-                warn_of_added_losses(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+        with running(step), contextlib.ExitStack() as stack:
+            probes = trains and not self._probed and stack.enter_context(probing(self._model, batch))
+            with in_step_of(f"the {'train' if trains else 'test'}_step of a Keras model"):
+                result = self.strategy.run(function, args=([batch],))
+        self._probed = self._probed or probes
         for tensor, value in kept:
             tensor.copy_(value)
         self.metrics.count(share)

@@ -149,7 +149,7 @@ class Strategy(Records):
                 "model or a metric of torchmetrics. Metrics of Keras work in model.compile only"
             )
         devices = {tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())}
-        if devices != {self.device}:  # a metric shows no tensors; quantised models refuse `to` even where they are
+        if devices != {self.device}:  # a metric has none; in a quantised model, even an unnecessary `to` is an error
             module.to(self.device)
         self.engine.add(module, sync_batch_norm)
         return module

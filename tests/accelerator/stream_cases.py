@@ -48,8 +48,8 @@ def batches_arrive_whole() -> bool:
     return torch.equal(torch.cat(seen), numbers)
 
 
-def a_checkpoint_is_copied() -> list[int]:
-    """Tensors of many kinds and sizes come to the host without waiting for each of them; the sizes of the copies."""
+def a_checkpoint_is_copied() -> None:
+    """Tensors of many kinds and sizes come to the host without waiting for each of them."""
     device = mirrored.MirroredStrategy().device
     numbers = torch.arange(24.0, device=device)
     tensors = {
@@ -64,17 +64,26 @@ def a_checkpoint_is_copied() -> list[int]:
         "empty": numbers[:0],
         "one": numbers[3],
     }
-    found = []
-    for size in (CopyFromDevices._BYTES, 1000, 8):
-        CopyFromDevices._BYTES = size
-        layout = FileLayout(tensors)
-        memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+    layout = FileLayout(tensors)
+    memory = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+    with waiting_is_an_error():
+        layout.copy_to(memory)
+    _, *pieces = layout.pieces()
+    assert b"".join(pieces) == bytes(memory.numpy())
+
+
+def bytes_are_copied() -> None:
+    """Several buffers are filled in turn, with tensors that are smaller and larger than a buffer."""
+    device = mirrored.MirroredStrategy().device
+    sources = [torch.randint(0, 256, (count,), dtype=torch.uint8, device=device) for count in (0, 1, 7, 8, 9, 30, 3, 8)]
+    for nbytes in (8, 1000):
+        targets = [torch.zeros(len(source), dtype=torch.uint8, device="cpu") for source in sources]
+        copies = CopyFromDevices(nbytes)
         with waiting_is_an_error():
-            layout.copy_to(memory)
-        _, *pieces = layout.pieces()
-        assert b"".join(pieces) == bytes(memory.numpy())
-        found.append(len(memory))
-    return found
+            for source, target in zip(sources, targets, strict=True):
+                copies.add(source, target)
+            copies.finish()
+        assert all(torch.equal(source.cpu(), target) for source, target in zip(sources, targets, strict=True))
 
 
 def random_numbers() -> bool:

@@ -11,6 +11,7 @@ import pytest
 from tests import simulated_device
 from tests.support.jobs import ROOT
 from tests.support.programs import run_command, run_program
+from tests.support.readme import blocks_of_readme, scripts_of_readme
 from tests.support.waiting import HANG
 
 SCRIPT = str(ROOT / "tests" / "programs" / "simulated.py")
@@ -37,6 +38,15 @@ def test_every_device_is_used(run: Any, words: list[str], started_by: str) -> No
     assert f"started by {started_by}" in simulated.stderr
     said = "gradients go through the hosts' memory: torch has no collectives between sims"
     assert simulated.stderr.count(said) == 1
+
+
+def test_the_script_of_the_readme(tmp_path: pathlib.Path) -> None:
+    """It creates its model on the CPU."""
+    (tmp_path / "train.py").write_text(scripts_of_readme()["train"])
+    paths = os.pathsep.join([str(ROOT), str(simulated_device.INSTALLED)])
+    result = run_program(["train.py"], cwd=str(tmp_path), env={"PYTHONPATH": paths}, code=0)
+    assert "2 towers on a simulated device" in result.stderr
+    assert result.stdout == blocks_of_readme()[1].partition("by mirrored run\n")[2]
 
 
 def test_two_towers_share_a_device() -> None:

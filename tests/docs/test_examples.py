@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import runpy
@@ -17,7 +16,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mirrored
-from tests import simulated_device
 from tests.support.jobs import ROOT, launch
 from tests.support.programs import end_of, run_command, run_program, start_command, start_program
 from tests.support.readme import blocks_of_readme, scripts_of_readme
@@ -329,11 +327,6 @@ def test_the_scripts_of_the_readme_print_what_it_shows(tmp_path: pathlib.Path) -
         several = run_command(["mirrored", "run", "--towers", str(count), "train.py"], cwd=str(tmp_path), code=0)
         assert several.stdout == one.stdout
         assert count != 2 or several.stderr.startswith(output.partition("\n")[0])
-    if not simulated_device.why_not():  # towers on accelerators, to which the script does not move its model
-        paths = os.pathsep.join([str(ROOT), str(simulated_device.INSTALLED)])
-        several = run_program(["train.py"], cwd=str(tmp_path), env={"PYTHONPATH": paths}, code=0)
-        assert "2 towers on a simulated device" in several.stderr
-        assert several.stdout == one.stdout
     report = run_command(["mirrored", "verify", "wrong.py"], cwd=str(tmp_path), code=1).stdout
     assert without_digits(report) == without_digits(re.sub(r"^\$.*\n", "", blocks[3]))
 

@@ -67,10 +67,12 @@ def fit(loss: Callable[..., Any]) -> list[float] | str:
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
         model.compile(keras.optimizers.SGD(0.1), loss() if isinstance(loss, type) else loss)
     x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
-    try:
-        model.fit(x, x[:, :2] ** 2 - 0.5, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    except TypeError as error:
-        return str(error)
+    for last in (False, True):
+        try:
+            model.fit(x, x[:, :2] ** 2 - 0.5, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        except TypeError as error:  # each time
+            if last:
+                return str(error)
     return [float(number) for weight in model.get_weights() for number in weight.flatten()]
 
 
@@ -149,10 +151,12 @@ def fit_own(reduce: str, reduction: str) -> list[float] | str:
         model = Computes(reduce)
         model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction), metrics=["mae"])
     x = np.random.default_rng(0).normal(size=(21, 3)).astype("float32")
-    try:
-        history = model.fit(x, x[:, :2], batch_size=8, epochs=2, shuffle=False, verbose=0)
-    except TypeError as error:
-        return str(error)
+    for last in (False, True):
+        try:
+            history = model.fit(x, x[:, :2], batch_size=8, epochs=1, shuffle=False, verbose=0)
+        except TypeError as error:  # each time
+            if last:
+                return str(error)
     assert "compute_loss" not in vars(model)
     return [*model.get_weights()[0].flatten().tolist(), *history.history["mae"], *history.history["loss"]]
 

@@ -212,12 +212,12 @@ def check_code(result: subprocess.CompletedProcess[str], code: int | None) -> su
 def ended_with(code: int, words: Sequence[str], returncode: int | None, errors: str) -> bool:
     """Whether a program has ended with this exit code.
 
-    torchrun may abort after its job has ended, while its interpreter ends: a thread returns from a store in C++ (torch
+    torchrun may abort after its job has failed, while its interpreter ends: a thread returns from a store in C++ (torch
     2.13; ``run`` of :mod:`towers.launching.agent` avoids it). The abort then hides its exit code.
     """
-    if returncode == -signal.SIGABRT and "terminate called without an active exception" in errors:
-        return any("torchrun" in word or word == "torch.distributed.run" for word in words)
-    return returncode == code
+    is_torchrun = any("torchrun" in word or word == "torch.distributed.run" for word in words)
+    aborted = returncode == -signal.SIGABRT and "terminate called without an active exception" in errors
+    return returncode == code or (code != 0 and is_torchrun and aborted)
 
 
 def end_of(program: Program, code: int) -> tuple[str, str]:

@@ -18,9 +18,9 @@ scheduler wait for its end.
 
 [Note: caught errors] A script may catch the error that put its towers out of step (``except RuntimeError: continue``,
 to skip a batch), and end as if all was well. At the next collective outside exception handlers, and otherwise at its
-end, the tower therefore leaves a report of that error, and ends with exit code 1. (Ray Train takes a function that
-returns as a success, whatever the exit code of its process.) Towers of ``mirrored.launch`` run a function, whose caller
-gets its result.
+end, the tower therefore leaves a report of that error, and ends with exit code 1. Under Ray Train, the end of the
+process is too late: a function that returns has succeeded. In ``mirrored.launch``, the caller gets the result of a
+function that returns.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has

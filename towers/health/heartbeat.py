@@ -30,7 +30,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -54,7 +54,7 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
 _SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
 _SILENT_AND_STOPPED = 2.5  # the same if its process is stopped or gone
-_MOMENT = 0.5  # seconds for which a process may be stopped (by a debugger, a scheduler) without counting as stopped
+_MOMENT = 0.5  # seconds for which a process may be stopped, by a debugger or a scheduler, and still counts as running
 _LONGEST = 30.0  # the same if its process can run; and the time for a running tower to answer
 _REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat's own thread, also at exit
 _STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
@@ -218,9 +218,6 @@ class Heartbeat:
             stacks: whether to query their stacks, too; see [Note: towers that answer get time].
         """
         peers = self._peers(towers)
-        if stacks and not all(peer.lives for peer in peers):
-            clock.sleep(_MOMENT)
-            peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
@@ -228,13 +225,15 @@ class Heartbeat:
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
         by_store = in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
+        records = {tower: record for tower in towers if (record := self._record.of_peer(tower)) is not None}
+        stopped = _stopped(records)
         now, peers = clock.monotonic(), []
         for tower in towers:
             peer = by_store.get(tower, PeerStatus(tower))
-            if (record := self._record.of_peer(tower)) is not None:  # newer than the status from the store
+            if (record := records.get(tower)) is not None:  # newer than the status from the store
                 status = record.read()
                 seconds = now - status.since if status.since else 0.0
-                limit = _LONGEST if record.process_can_run() else _SILENT_AND_STOPPED
+                limit = _SILENT_AND_STOPPED if tower in stopped else _LONGEST
                 peer = PeerStatus(tower, peer.host, status, seconds, now - record.last_beat, silence_limit=limit)
             peers.append(peer)
         return peers
@@ -244,14 +243,8 @@ class Heartbeat:
 
         def ask() -> None:
             queries = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}
-            moments = {tower: Deadline(_MOMENT) for tower in towers}
-            while missing := [peer for peer in self._peers(towers) if peer.tower not in answers]:
-                for peer in missing:
-                    if peer.lives:
-                        moments[peer.tower].restart()
-                if all(moments[peer.tower].has_passed() for peer in missing):
-                    return
-                for tower in (peer.tower for peer in missing):
+            while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
+                for tower in living:
                     answer = self._store.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
                         answers[tower] = answer["stack"]
@@ -283,6 +276,19 @@ class Heartbeat:
                     tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT
                 )
         return peers
+
+
+def _stopped(records: Mapping[int, StatusRecord]) -> set[int]:
+    """Returns the silent towers whose processes are stopped or gone, and are so for a moment (:data:`_MOMENT`)."""
+
+    def cannot_run(towers: Iterable[int]) -> set[int]:
+        return {tower for tower in towers if not records[tower].process_can_run()}
+
+    now = clock.monotonic()
+    found = cannot_run(tower for tower, record in records.items() if now - record.last_beat >= _SILENT_AND_STOPPED)
+    if found:
+        clock.sleep(_MOMENT)
+    return cannot_run(found)
 
 
 def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:

@@ -39,11 +39,13 @@ class CopyFromDevices:
 
     While the host empties one buffer, the devices fill the other one. So the host waits once for each buffer, and not
     for each tensor, and little memory is pinned.
+
+    Args:
+        nbytes: the size of a buffer.
     """
 
-    _BYTES = 2**25
-
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = 2**25) -> None:
+        self._nbytes = nbytes
         self._filling: list[tuple[Tensor, Tensor]] = []  # parts of a buffer, and their places in memory
         self._full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None = None
         self._buffers: list[Tensor] = []
@@ -52,9 +54,9 @@ class CopyFromDevices:
     def add(self, data: Tensor, target: Tensor) -> None:
         """Starts to copy ``data``, bytes of a device, to ``target``. :meth:`finish` completes all copies."""
         if not self._buffers:
-            self._buffers = [torch.empty(self._BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in "ab"]
-        for source, place in zip(data.split(self._BYTES), target.split(self._BYTES), strict=True):
-            if self._filling and (self._used + len(source) > self._BYTES or source.device != self._device):
+            self._buffers = [torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in "ab"]
+        for source, place in zip(data.split(self._nbytes), target.split(self._nbytes), strict=True):
+            if self._filling and (self._used + len(source) > self._nbytes or source.device != self._device):
                 self._swap()
             self._device = source.device
             part = self._buffers[0][self._used : self._used + len(source)]
