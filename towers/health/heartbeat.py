@@ -279,16 +279,18 @@ class Heartbeat:
 
 
 def _stopped(records: Mapping[int, StatusRecord]) -> set[int]:
-    """Returns the silent towers whose processes are stopped or gone, and are so for a moment (:data:`_MOMENT`)."""
+    """Returns the silent towers whose processes are gone, or stay stopped for :data:`_MOMENT`."""
 
     def cannot_run(towers: Iterable[int]) -> set[int]:
         return {tower for tower in towers if not records[tower].process_can_run()}
 
     now = clock.monotonic()
     found = cannot_run(tower for tower, record in records.items() if now - record.last_beat >= _SILENT_AND_STOPPED)
-    if found:
-        clock.sleep(_MOMENT)
-    return cannot_run(found)
+    deadline = Deadline(_MOMENT)
+    while found and not deadline.has_passed():
+        clock.sleep(0.02)
+        found = cannot_run(found)
+    return found
 
 
 def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:
