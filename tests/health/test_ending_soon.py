@@ -80,6 +80,45 @@ def test_a_report_says_when_the_exception_came(monkeypatch: pytest.MonkeyPatch, 
     assert (report.time, report.consequence, now) == (1000.0, True, [1002.0])
 
 
+REPORTS = """
+import sys, threading
+import torch, mirrored
+from towers.health import failure
+
+strategy = mirrored.OneDeviceStrategy("cpu:0")
+failure.install_hooks()
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # replaces sys.excepthook
+printing, other_ends = threading.Event(), threading.Event()
+
+
+class Error(mirrored.PeerLostError):
+    def __str__(self):  # while this error is printed
+        if sys.stderr is not sys.__stderr__ and not printing.is_set():
+            printing.set()
+            other_ends.wait(1)
+        return "the script's"
+
+
+def find_the_same():
+    printing.wait()
+    failure.leave_report(RuntimeError("the other thread's"), "")
+    other_ends.set()
+    failure.leave(1)
+
+
+threading.Thread(target=find_the_same, daemon=True).start()
+raise Error
+"""
+
+
+def test_an_error_that_two_threads_find_is_reported(tmp_path: pathlib.Path) -> None:
+    """torch's excepthook holds back what is printed meanwhile."""
+    (tmp_path / "reports.py").write_text(REPORTS)
+    result = run_program(["reports.py"], cwd=str(tmp_path), code=1)
+    assert "Error: the script's" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "lost"),
     [

@@ -22,6 +22,12 @@ end, the tower therefore leaves a report of that error, and ends with exit code 
 process is too late: a function that returns has succeeded. In ``mirrored.launch``, the caller gets the result of a
 function that returns.
 
+[Note: one report] Several threads may find the same failure: the script's, in a collective that raises, and those that
+watch NCCL and the deadline of a step. The script's error is the report if it comes first: the other threads then wait
+for the end of the process. torch's excepthook replaces ``sys.stderr`` by a buffer while it calls the hook that it has
+replaced, so the other threads print to ``sys.__stderr__``. On an H200, such a thread printed its report into that
+buffer, and ended the process before torch printed it.
+
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
 ended the tower, it has received the cause already, and the tower does not sleep. Errors of c10d and of its Gloo mean
@@ -193,15 +199,25 @@ def report_path(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
     return pathlib.Path(directory) / f"error{tower}.json"
 
 
+_script_has_failed = threading.Event()  # with an uncaught exception
+
+
 def leave_report(error: Exception, trace: str) -> None:
     """Leaves a report of an exception that was raised nowhere, before this process ends at once.
+
+    See [Note: one report].
 
     Args:
         trace: the stack of this process.
     """
     if not _report(error, os.environ.get(ERROR_FILE), trace) or STATUS_RECORD not in os.environ:
         # No launcher of mirrored prints it.
-        print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        stream = sys.stderr if _in_main_thread() else sys.__stderr__ or sys.stderr
+        print(f"{trace}{type(error).__name__}: {error}", file=stream, flush=True)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def mark_seen_by_launcher(error: BaseException) -> None:
@@ -213,11 +229,13 @@ def mark_seen_by_launcher(error: BaseException) -> None:
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     """Leaves a report in ``path``, if that is not None, and returns whether it was written.
 
-    See [Note: consequences wait].
+    See [Note: one report] and [Note: consequences wait].
     """
     report = FailureReport.of(error, trace)
     if report.consequence and not getattr(error, "seen_by_launcher", False):
         clock.sleep(_LAUNCHER_SECONDS)
+    if _script_has_failed.is_set() and not _in_main_thread():
+        threading.Event().wait()  # for the end of this process
     return path is not None and report.write(path)
 
 
@@ -237,6 +255,8 @@ def install_hooks() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed = issubclass(kind, Exception)
+        if failed:
+            _script_has_failed.set()
         others_tell = issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0"
         reported = (failed and _report(error, path)) or others_tell
         if failed:  # even if no process reads the output
