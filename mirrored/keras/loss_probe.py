@@ -4,23 +4,30 @@ A sum, a quotient of sums over the batch, and a loss that compares the examples 
 towers. So in the first training step with more than one example, each loss of the script is also computed on each half
 of this tower's share. The mean over the halves must be the loss of the share. A loss that uses the strategy is not
 tested, because it may compute over all towers.
+
+A ``train_step`` of the script has side effects, so it only runs up to its first ``backward()``, and not on halves,
+because normalisation depends on the batch: the loss of the same examples twice must be the loss of the examples. Random
+losses (dropout) are only distinguished from sums, of which the loss is twice as large.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import statistics
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import keras
 import torch
 from torch import Tensor
 
+from mirrored import generators
 from mirrored.context import frame
 from mirrored.interceptor import interceptor
-from mirrored.keras.keras_private import is_of_keras
+from mirrored.keras.keras_private import TorchTrainer, is_of_keras
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current, running
 from towers.system.log import get_logger
@@ -64,7 +71,7 @@ def _check(loss: Any, y_true: Any, y_pred: Any) -> None:
 
 @contextlib.contextmanager
 def probing(model: Any, batch: Any) -> Iterator[bool]:
-    """Encloses a training step, in which ``compute_loss`` and the losses that layers add are tested, if possible.
+    """Encloses a training step, whose losses are tested if possible: in it, and before it that of ``train_step``.
 
     Penalties that layers add (``add_loss``) often depend on the whole batch, so they get a warning and not an error.
 
@@ -75,11 +82,15 @@ def probing(model: Any, batch: Any) -> Iterator[bool]:
         Whether they are tested.
 
     Raises:
-        TypeError: in the step, if the script's own ``compute_loss`` is not a mean over examples.
+        TypeError: in the step, if the script's own ``compute_loss`` is not a mean over examples; before it, if that of
+            its ``train_step`` is not.
     """
-    if not _can_probe(current()):
+    step = current()
+    if step is None or not _can_probe(step):
         yield False
         return
+    if model.__class__.train_step is not TorchTrainer.train_step:
+        _check_train_step(model, batch, step)
     own = model.compute_loss
     is_own = model.__class__.compute_loss is not keras.Model.compute_loss
 
@@ -100,6 +111,63 @@ def probing(model: Any, batch: Any) -> Iterator[bool]:
             del model.compute_loss
     if model.losses:
         _warn_of_added_losses(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+
+
+class _Found(BaseException):
+    """Ends a ``train_step`` at its first loss, which is the argument."""
+
+
+def _check_train_step(model: Any, batch: Any, step: Step) -> None:
+    """Raises a TypeError if the first loss of a model's own ``train_step`` is not a mean over examples."""
+
+    def stop(losses: Any) -> NoReturn:
+        raise _Found(float((losses if isinstance(losses, Tensor) else losses[0]).detach()))
+
+    def loss_of(times: int) -> float:
+        data = keras.tree.map_structure(
+            lambda leaf: torch.cat([leaf] * times) if getattr(leaf, "shape", ()) else leaf, batch
+        )
+        share = dataclasses.replace(step.share, local=times * step.share.local)
+        try:
+            with running(dataclasses.replace(step, share=share, before_gradients=stop)):
+                model.train_step(data)
+        except _Found as found:
+            return cast(float, found.args[0])
+        raise RuntimeError("the step computes no gradients")
+
+    variables = [*model.non_trainable_variables, *(v for metric in model.metrics for v in metric.variables)]
+    with _keeping(variables), _keeping_numbers(model, step.strategy.device), _without_strategy():
+        try:
+            once, twice = [loss_of(1)], [loss_of(2)]
+            if math.isclose(once[0], twice[0], rel_tol=_TOLERANCE):
+                return
+            for _ in range(3):
+                once.append(loss_of(1))
+                twice.append(loss_of(2))
+        except Exception:  # of the script
+            return
+    one, two = statistics.mean(once), statistics.mean(twice)
+    is_random = not math.isclose(min(once), max(once), rel_tol=_TOLERANCE)
+    apart = min(twice) > max(once) or max(twice) < min(once)
+    if apart and not (is_random and abs(two - one) < abs(one) / 2):
+        raise TypeError(
+            f"the loss of {model.__class__.__name__}.train_step would be wrong on several towers: for "
+            f"{step.share.local} examples it is {one:.6g}, but for the same examples twice it is {two:.6g}. train_step "
+            "gets the examples of one tower, so the loss must be their mean: divide a sum by their number, len(x), not "
+            "by the size of the global batch"
+        )
+
+
+@contextlib.contextmanager
+def _keeping_numbers(model: Any, device: torch.device) -> Iterator[None]:
+    """Restores the random generators and the numbers among a model's attributes after the context."""
+    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, complex))}
+    place = generators.take(device)
+    try:
+        yield
+    finally:
+        generators.put(place, device)
+        vars(model).update(numbers)
 
 
 def _warn_of_added_losses(model: Any, x: Any) -> None:
@@ -145,6 +213,12 @@ class _Elsewhere:
         raise RuntimeError(f"{name} of a strategy was used in a probe")
 
 
+def _without_strategy() -> contextlib.AbstractContextManager[Any]:
+    """Makes every use of a strategy raise an error inside the context."""
+    elsewhere = cast(Any, _Elsewhere())
+    return frame(elsewhere, elsewhere)
+
+
 def _on_halves(loss: Callable[..., float], examples: tuple[Any, ...]) -> _Difference | None:
     """Compares the loss of some examples with the mean of the losses of their halves.
 
@@ -156,7 +230,7 @@ def _on_halves(loss: Callable[..., float], examples: tuple[Any, ...]) -> _Differ
     step = current()
     if step is None or len(sizes) != 1 or (count := sizes.pop()) < 2:
         return None
-    half, elsewhere = count // 2, cast(Any, _Elsewhere())
+    half = count // 2
 
     def of_rows(start: int, end: int) -> float:
         part = keras.tree.map_structure(lambda leaf: leaf[start:end] if getattr(leaf, "shape", ()) else leaf, examples)
@@ -165,7 +239,7 @@ def _on_halves(loss: Callable[..., float], examples: tuple[Any, ...]) -> _Differ
             return loss(*part)
 
     try:
-        with torch.no_grad(), frame(elsewhere, elsewhere), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), _without_strategy(), torch.random.fork_rng(devices=[]):
             whole, again = of_rows(0, count), of_rows(0, count)
             first, second = of_rows(0, half), of_rows(half, count)
     except Exception:  # of the script

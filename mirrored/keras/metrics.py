@@ -52,7 +52,7 @@ def _add_variable(original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
 def _assign(original: Any, variable: Any, value: Any) -> Any:
     """Refuses updates of a metric whose counts no tower would combine."""
     name, replica, step = getattr(variable, "name_of_metric", None), current_replica(), current()
-    if name is None or replica is None or replica.num_replicas_in_sync == 1:
+    if name is None or replica is None:
         return original(variable, value)
     if step is not None and not step.combines(variable):
         raise RuntimeError(
@@ -60,7 +60,7 @@ def _assign(original: Any, variable: Any, value: Any) -> Any:
             "result() would be that of one tower's examples. Make it an attribute of the model; if the model "
             "overrides the property metrics, list it there"
         )
-    if step is None:
+    if step is None and replica.num_replicas_in_sync > 1:
         raise RuntimeError(
             f"the metric {name!r} of Keras was updated inside strategy.run(...) of a custom training loop, where each "
             "tower counts only its own examples and result() would be that of one tower. Return sums and counts from "

@@ -173,3 +173,78 @@ def test_an_own_compute_loss_that_is_a_mean_is_exact(reduce: str, reduction: str
 def test_an_own_compute_loss_that_is_a_sum_is_refused() -> None:
     for text in launch(fit_own, "sum", "mean"):
         assert text.startswith("the loss 'Computes.compute_loss' would be wrong on several towers")
+
+
+GLOBAL_BATCH = 64
+
+
+class Steps(keras.Model):
+    """Has a step of its own, and counts its calls. Normalisation and dropout make a loss depend on the batch."""
+
+    def __init__(self, loss_of: Callable[..., Any], regularizing: bool) -> None:
+        super().__init__()
+        self.loss_of, self.calls = loss_of, 0
+        self.norm = keras.layers.BatchNormalization() if regularizing else keras.layers.Identity()
+        self.drop = keras.layers.Dropout(0.3 if regularizing else 0.0)
+        self.out, self.mean = keras.layers.Dense(2), keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.out(self.drop(self.norm(x, training=training), training=training))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        self.calls += 1
+        self.zero_grad()
+        loss = self.loss_of(ops.mean(ops.square(y - self(x, training=True)), -1))
+        self.mean.update_state(loss, len(x))
+        loss.backward()
+        variables = self.trainable_weights
+        self.optimizer.apply([variable.value.grad for variable in variables], variables)
+        return {"loss": self.mean.result()}
+
+
+def mean_of_share(losses: Any) -> Any:
+    return ops.mean(losses)
+
+
+def sum_over_share(losses: Any) -> Any:
+    return ops.sum(losses) / len(losses)
+
+
+def sum_over_batch(losses: Any) -> Any:
+    return ops.sum(losses) / GLOBAL_BATCH
+
+
+def fit_steps(loss_of: Callable[..., Any], regularizing: bool) -> list[float] | str:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = Steps(loss_of, regularizing)
+        model.compile(keras.optimizers.SGD(0.1))
+    x = np.random.default_rng(0).normal(size=(180, 3)).astype("float32")
+    try:
+        history = model.fit(x, x[:, :2], batch_size=GLOBAL_BATCH, epochs=2, shuffle=False, verbose=0)
+    except TypeError as error:
+        return str(error)
+    assert model.calls == 6
+    return [*model.get_weights()[-1].flatten().tolist(), *history.history["loss"], torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("loss_of", [mean_of_share, sum_over_share])
+def test_an_own_step_with_a_mean_has_the_numbers_of_one_tower(loss_of: Callable[..., Any]) -> None:
+    [alone] = launch(fit_steps, loss_of, False, count=1)
+    for count in (2, 3):
+        for numbers in launch(fit_steps, loss_of, False, count=count):
+            assert numbers == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_an_own_step_with_normalisation_and_dropout_passes() -> None:
+    assert all(isinstance(numbers, list) for numbers in launch(fit_steps, mean_of_share, True))
+
+
+@pytest.mark.parametrize("regularizing", [False, True])
+def test_an_own_step_with_a_sum_over_the_global_batch_is_refused(regularizing: bool) -> None:
+    [alone] = launch(fit_steps, sum_over_batch, regularizing, count=1)
+    assert isinstance(alone, list)
+    for text in launch(fit_steps, sum_over_batch, regularizing):
+        assert isinstance(text, str)
+        assert text.startswith("the loss of Steps.train_step would be wrong on several towers: for 32 examples it is ")
