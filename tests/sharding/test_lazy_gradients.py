@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import pathlib
 import signal
+import time
 
 import pytest
 import torch
@@ -100,21 +103,32 @@ def test_a_gradient_that_one_tower_alone_reads_is_an_error_on_all() -> None:
 
 
 class Deadly(torch.optim.SGD):
+    """On tower 1, its step ends the process: at once, or as on a busy host, seconds after the files are closed."""
+
     elementwise = True
+    seconds = 0.0
 
     def step(self) -> None:
         if os.environ["RANK"] == "1":
+            for file in pathlib.Path("/proc/self/fd").iterdir() if self.seconds else ():
+                with contextlib.suppress(OSError):  # the listing itself
+                    if "memfd:towers" in os.readlink(file):
+                        os.close(int(file.name))
+            time.sleep(self.seconds)
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.seconds / 5)  # until the files are closed
         super().step()
 
 
-def die_in_the_step(strategy: mirrored.Strategy) -> None:
+def die_in_the_step(strategy: mirrored.Strategy, seconds: float) -> None:
+    Deadly.seconds = seconds
     strategy.run(small_training(strategy, lambda parameters: Deadly(parameters, 0.1))[2])
 
 
-def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(3.0, marks=pytest.mark.extended)])
+def test_a_tower_that_dies_in_its_part_of_the_step_is_named(seconds: float) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        launch(die_in_the_step, count=3)
+        launch(die_in_the_step, seconds, count=3)
     assert caught.value.tower == 1
     for failure in caught.value.failures:
         if failure.tower != 1:

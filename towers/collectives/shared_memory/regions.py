@@ -20,7 +20,7 @@ from towers.collectives.arithmetic import add_by_tree, chunk_of, reduce_into
 from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.segment import Segment
 from towers.system.log import get_logger
-from towers.system.timeouts import clock
+from towers.system.timeouts import Deadline, clock
 
 log = get_logger("towers")
 
@@ -33,6 +33,7 @@ _ENTRY = 3  # integers of a region's entry: its version, its file, its size in b
 TABLE_BYTES = 8 * _ENTRY * KEYS
 """Size of the table in which a tower publishes its regions."""
 
+_ENDING = 30.0  # seconds
 _PIECE = 2**18  # bytes of a region that are reduced at a time: as many as two towers' fit into a core's cache
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -243,11 +244,11 @@ class Regions:
         try:
             return Segment.open(self._processes[tower], file)
         except OSError as error:
-            for _ in range(20):  # a process that is being killed closes its files shortly before it has ended
-                if (lost := self.barrier.lost_peer()) is not None:
-                    raise lost from None
+            # A process that is being killed closes its files before it has ended, on a busy host seconds before.
+            deadline = Deadline(_ENDING if isinstance(error, FileNotFoundError) else 0.0)
+            while (lost := self.barrier.lost_peer()) is None and not deadline.has_passed():
                 clock.sleep(0.05)
-            raise error from None
+            raise lost or error from None
 
     def close(self) -> None:
         """Closes the files of all regions. No further tower can map them."""
