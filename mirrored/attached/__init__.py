@@ -1,1 +1,1 @@
-"""Features that a strategy attaches to models: the mirror check, synchronised BatchNorm, metrics."""
+"""Features that a strategy attaches to models: the mirror check, synchronised BatchNorm, metrics, split graphs."""

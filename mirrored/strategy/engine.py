@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from mirrored.attached.compiled import split_graphs
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.interceptor import interceptor
@@ -157,6 +158,8 @@ class Engine:
             events.before_step.append(self.virtual.before_step)
         if self._several:
             self._attach_to_several_towers(averager, training, transport)
+            if self.virtual is None and self.local is None and channel.may_overlap and comm.size > 1:
+                split_graphs(events, communication.bucket_bytes or channel.bucket_bytes)
         elif watch is not None or self.local is not None:
             events.mirrored.append(self.averager.add)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")

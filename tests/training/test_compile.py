@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mirrored
 from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded, trace_no_backward
@@ -163,3 +165,58 @@ def test_ways_of_compiling_that_leave_hooks_out_are_refused(option: str, words: 
         pytest.skip("not in this version of torch")
     with pytest.raises(mirrored.TowerFailedError, match=words):
         mirrored.launch(backward_without_hooks, (option,), devices=["cpu:0", "cpu:1"])
+
+
+class Block(nn.Module):
+    """Has 4 MB of parameters, the size of a bucket of Gloo."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.Sequential(nn.Linear(1000, 1000), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "checkpoints":
+            return checkpoint(self.layers, x, use_reentrant=False)
+        if self.how == "graph breaks":
+            torch._dynamo.graph_break()
+        return self.layers(x)
+
+
+def average_early(how: str) -> tuple[list[float], list[bool]]:
+    """Losses of a training, and whether each all-reduce of its last step started before the last gradient was there."""
+    strategy = mirrored.MirroredStrategy(seed=0, **(GLOO if how != "eager" else {}))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(20, 1000), *(Block(how) for _ in range(3)), nn.Linear(1000, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch._dynamo.config.optimize_ddp = how != "not split"
+    net: Any = torch.compile(model, backend="aot_eager") if how != "eager" else model
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = mirrored.compute_average_loss(nn.functional.cross_entropy(net(x), y, reduction="none"))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.randn(60, 20, generator=torch.Generator().manual_seed(1))
+    batch = 14  # the last one has 4 examples
+    losses = []
+    for rows in strategy.distribute_dataset(torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 3), batch):
+        with contextlib.suppress(ZeroDivisionError):
+            strategy.run(lambda: 1 / 0)
+        with torch.profiler.profile(acc_events=True) as profile:
+            loss = strategy.run(step, args=rows)
+        losses.append(float(strategy.reduce("sum", loss)))
+        assert torch.nn.parallel.DistributedDataParallel._active_ddp_module is None
+    events = profile.events() or []
+    computed = max(e.time_range.end for e in events if e.name.startswith("autograd::engine") and "Accum" not in e.name)
+    return losses, [e.time_range.start < computed for e in events if e.name == "c10d::allreduce_"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["one graph", "checkpoints", "graph breaks", "not split"])
+def test_gradients_of_a_compiled_model_are_averaged_while_its_backward_runs(how: str) -> None:
+    expected, _ = mirrored.launch(average_early, ("eager",), devices=["cpu:0"])[0]
+    for losses, early in mirrored.launch(average_early, (how,), devices=["cpu:0", "cpu:1"]):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert early == [how != "not split"] * 2 + [False]

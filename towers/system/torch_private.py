@@ -15,12 +15,13 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.overrides import _pop_mode_temporarily
 
@@ -174,6 +175,25 @@ def skip_in_compiler(files: Sequence[str]) -> None:
 
     trace_rules.SKIP_DIRS += files
     trace_rules.add(__name__)
+
+
+class GraphSplit(NamedTuple):
+    """Makes the compiler split the graphs of a model (``DDPOptimizer``); it reads this from the DDP module that runs.
+
+    Attributes:
+        bucket_bytes_cap: the size of the parameters in one part, in bytes, at least :data:`SMALLEST_SPLIT`.
+    """
+
+    bucket_bytes_cap: int
+
+
+SMALLEST_SPLIT: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+
+
+def exchange_graph_split(split: Any) -> Any:
+    """Sets what the compiler reads, and returns what it read before: a :class:`GraphSplit`, a DDP module, or None."""
+    before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, split
+    return before
 
 
 def compiled_autograd_runs() -> bool:
