@@ -89,7 +89,7 @@ def probing(model: Any, batch: Any) -> Iterator[bool]:
     if step is None or not _can_probe(step):
         yield False
         return
-    if model.__class__.train_step is not TorchTrainer.train_step:
+    if _computes_loss(model.__class__.train_step):
         _check_train_step(model, batch, step)
     own = model.compute_loss
     is_own = model.__class__.compute_loss is not keras.Model.compute_loss
@@ -111,6 +111,12 @@ def probing(model: Any, batch: Any) -> Iterator[bool]:
             del model.compute_loss
     if model.losses:
         _warn_of_added_losses(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+
+
+def _computes_loss(train_step: Any) -> bool:
+    """Returns whether a ``train_step`` computes a loss itself, and does not leave that to the one of Keras."""
+    names = getattr(getattr(train_step, "__code__", None), "co_names", ())
+    return train_step is not TorchTrainer.train_step and ("train_step" not in names or "backward" in names)
 
 
 class _Found(BaseException):
@@ -151,10 +157,10 @@ def _check_train_step(model: Any, batch: Any, step: Step) -> None:
     apart = min(twice) > max(once) or max(twice) < min(once)
     if apart and not (is_random and abs(two - one) < abs(one) / 2):
         raise TypeError(
-            f"the loss of {model.__class__.__name__}.train_step would be wrong on several towers: for "
-            f"{step.share.local} examples it is {one:.6g}, but for the same examples twice it is {two:.6g}. train_step "
-            "gets the examples of one tower, so the loss must be their mean: divide a sum by their number, len(x), not "
-            "by the size of the global batch"
+            f"the loss of {model.__class__.__name__}.train_step would be wrong on several towers: it is {one:.6g} for "
+            f"{step.share.local} examples, and {two:.6g} for the same examples twice. train_step gets the examples of "
+            "one tower, so the loss must be their mean: divide a sum by their number, len(x), not by the size of the "
+            "global batch"
         )
 
 

@@ -247,4 +247,4 @@ def test_an_own_step_with_a_sum_over_the_global_batch_is_refused(regularizing: b
     assert isinstance(alone, list)
     for text in launch(fit_steps, sum_over_batch, regularizing):
         assert isinstance(text, str)
-        assert text.startswith("the loss of Steps.train_step would be wrong on several towers: for 32 examples it is ")
+        assert text.startswith("the loss of Steps.train_step would be wrong on several towers: it is ")
