@@ -1,4 +1,4 @@
-"""The last mirror check, when the towers end (rule R1, docs/concepts/towers.md).
+"""The last checks, when the towers end: of their parameters (rule R1, docs/concepts/towers.md) and of their backwards.
 
 [Note: no tower waits at the end] A collective at exit would hang if one tower ended in another way. Instead, a tower
 stores fingerprints of its parameters in the towers' store when its interpreter ends, and the last tower compares them.
@@ -12,29 +12,33 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mirrored.attached.mirror_check import MirrorCheck, in_words
 from towers.collectives.agreement import digest_of
-from towers.errors import MirrorError
+from towers.errors import DisagreementError, MirrorError
+from towers.gradients.pairing import ADVICE
 from towers.health import failure
 from towers.health.status import Health
 from towers.joining.store import LARGEST, Message
-from towers.mirroring.equality import Difference, Held, describe, differences, groups_of
+from towers.mirroring.equality import Difference, Held, describe, differences, groups_of, who_differs
 
 _WHAT = "held"
 
 
 class LastCheck:
-    """Compares the parameters of one strategy's towers when their programs end without an error.
+    """Compares the parameters and backwards of one strategy's towers when their programs end without an error.
 
     Args:
         check: the parameters to compare.
+        backwards: returns a number that depends on all averaged backwards. Between GPUs, the last ones are not yet
+            compared (:mod:`towers.gradients.usage`).
         health: this tower's position.
     """
 
-    def __init__(self, check: MirrorCheck, health: Health) -> None:
+    def __init__(self, check: MirrorCheck, backwards: Callable[[], int], health: Health) -> None:
         self._check = check
+        self._backwards = backwards
         self._health = health
         self._pid = os.getpid()
         this = weakref.ref(self)
@@ -53,10 +57,20 @@ class LastCheck:
             return
         failure.flush_output()  # the last tower's error may end this process before its interpreter flushes
         values = self._check.held()
-        messages = heartbeat.leave(_WHAT, _message(values))
-        if messages is not None and (differences := _differences(messages, values)):
-            text = in_words(differences, f"This is how it was when the towers ended, {self._health.status}")
-            failure.leave_report(MirrorError(text), "")
+        messages = heartbeat.leave(_WHAT, {**_message(values), "backwards": self._backwards()})
+        if messages is None:
+            return
+        error: Exception | None = None
+        if differences := _differences(messages, values):
+            error = MirrorError(
+                in_words(differences, f"This is how it was when the towers ended, {self._health.status}")
+            )
+        elif len(backwards := groups_of([message["backwards"] for message in messages])) > 1:
+            error = DisagreementError(
+                f"gradients of different backwards were averaged in the last steps: {who_differs(backwards)}. {ADVICE}"
+            )
+        if error is not None:
+            failure.leave_report(error, "")
             failure.leave(1)
 
 

@@ -197,7 +197,7 @@ class Engine:
             events.before_step.append(sharder.prepare)
             features.append(sharder)
         if self._checks_unasked:
-            features.append(LastCheck(check, comm.health))
+            features.append(LastCheck(check, averager.digest_of_backwards, comm.health))
         self._features = {type(feature): feature for feature in features}
 
     def attached(self, kind: type[_T]) -> _T | None:

@@ -5,11 +5,13 @@ Functions return what JSON can hold.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import mirrored
 from tests import simulated_device
 from tests.faults import training
 from tests.support.jobs import assert_close, make_data, make_mlp, strategy_of, text_of
+from towers.gradients import usage
 
 SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") in ("sim", "tpu")
 
@@ -170,6 +173,88 @@ def step_without_waiting(part: str) -> list[float]:
         for _ in range(3):
             strategy.run(step)
     return [float(p.sum()) for p in model.parameters()]
+
+
+def use_other_parameters(changes: dict[str, int]) -> list[Any]:
+    """The parameters after phases in which towers use all parameters, or others; and the number of gathers of hosts.
+
+    Weight decay and momentum show whether an optimizer has stepped a parameter that no tower has used.
+
+    Args:
+        changes: for each phase the steps, and in its name who uses the second layer: all, none, first, last or turns.
+            In other phases all use it, and some thaw the third layer: everyone or one.
+    """
+    strategy = mirrored.MirroredStrategy(seed=0, communication=mirrored.CommunicationOptions(bucket_bytes=512))
+    with strategy.scope():
+        first, second, frozen = torch.nn.Linear(5, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        frozen.requires_grad_(False)
+        model = torch.nn.ModuleList([first, second, frozen]).to(strategy.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    gathers: list[int] = []
+    original = usage.Gather
+
+    def gather(channel: Any, flags: Any, passed: Any) -> Any:
+        gathers.append(len(passed))
+        return original(channel, flags, passed)
+
+    usage.Gather = gather  # type: ignore[misc, assignment]
+    x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
+    tower, last, number = strategy.topology.index, strategy.num_replicas_in_sync - 1, 0
+
+    def step(who: str) -> None:
+        uses = {"all": True, "none": False, "first": not tower, "last": tower == last, "turns": number % 2 == tower % 2}
+        optimizer.zero_grad()
+        frozen.requires_grad_({"everyone": True, "one": tower == last}.get(who, False))
+        hidden = frozen(first(x))
+        output = second(hidden) if uses.get(who, True) else hidden
+        mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none")).backward()
+        assert (second.weight.grad is None) == (who == "none")
+        optimizer.step()
+
+    for who, steps in changes.items():
+        for _ in range(steps):
+            strategy.run(step, args=(who.split()[0],))
+            number += 1
+    usage.Gather = original  # type: ignore[misc]
+    strategy.check_mirrored()
+    return [flat(model.parameters()), gathers]
+
+
+def operations_of_a_step() -> dict[str, int]:
+    """How often a step calls each operation of torch and each collective beyond the loop without a strategy."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+
+    def counted(step: Callable[[], object]) -> collections.Counter[str]:
+        for _ in range(12):
+            step()
+        with torch.profiler.profile(acc_events=True) as profile:
+            step()
+        names = [event.name for event in profile.events() or [] if event.cpu_parent is None or in_autograd(event)]
+        return collections.Counter(name for name in names if name.startswith(("aten::", "c10d::", "gloo:")))
+
+    def in_autograd(event: Any) -> bool:
+        return event.cpu_parent.name.startswith(("autograd::", "Optimizer.", "mirrored::"))
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = make_mlp(torch.float32).to(strategy.device)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+
+    with strategy.scope():
+        model, optimizer = make()
+    bare_model, bare_optimizer = make()
+
+    def step(
+        model: torch.nn.Module, optimizer: torch.optim.Optimizer, mean: Callable[[Tensor], Tensor] = torch.mean
+    ) -> None:
+        optimizer.zero_grad()
+        mean(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+
+    average = functools.partial(mirrored.compute_average_loss, global_batch_size=64)
+    ours = counted(lambda: strategy.run(step, args=(model, optimizer, average)))
+    ours.subtract(counted(lambda: step(bare_model, bare_optimizer)))
+    return {name: count for name, count in sorted(ours.items()) if count}
 
 
 def watch_without_waiting() -> list[float]:

@@ -46,6 +46,39 @@ def test_compressed_gradients_are_those_of_two_towers_on_the_cpu(way: str, serve
     torch.testing.assert_close(numbers, expected, rtol=0, atol=1e-12)
 
 
+PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
+
+
+def test_towers_that_use_other_parameters_have_the_numbers_of_the_cpu(
+    way: str, server: Server, on_both: OnBoth
+) -> None:
+    numbers, _ = on_both(cases.use_other_parameters, PHASES, way=way)
+    [expected, gathers], _ = server.towers_once(cases.use_other_parameters, PHASES, devices=["cpu:0", "cpu:1"])
+    torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
+    assert gathers == []  # the flags are in the tails
+
+
+@pytest.mark.parametrize("steps", [2, 6], ids=["while hosts gather", "later"])
+def test_a_layer_that_one_tower_thaws_is_an_error(steps: int, way: str, server: Server, pair: list[str]) -> None:
+    with pytest.raises(AssertionError, match=r"parameter \S+ is frozen \(requires_grad is False\) on some towers"):
+        server.towers(cases.use_other_parameters, {"all": steps, "one": 1}, devices=pair, way=way)
+
+
+def test_hosts_gather_nothing_in_a_step_if_all_towers_use_all_parameters(way: str, on_both: OnBoth) -> None:
+    _, gathers = on_both(cases.use_other_parameters, {"all": 36}, way=way)
+    assert gathers == [1, 1, 1, 8, 8, 8, 8]
+    _, gathers = on_both(cases.use_other_parameters, {"none": 6}, way=way)
+    assert gathers == [1] * 6
+
+
+def test_a_step_adds_few_operations_and_one_collective(on_both: OnBoth) -> None:
+    found = on_both(cases.operations_of_a_step, way="collectives")
+    copies = ("aten::_foreach_copy_", "aten::_foreach_mul_")  # into the bucket, and times 1/2, which NCCL does itself
+    assert [found.pop(name) for name in (*copies, "gloo:all_reduce")] == [1, 1, 1]
+    assert not [name for name in found if name.startswith(("gloo:", "c10d::"))]
+    assert sum(map(abs, found.values())) <= 20, found
+
+
 def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
     if server.kind == "tpu":
         pytest.skip("a TPU is one process's")

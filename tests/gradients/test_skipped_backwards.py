@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import queue
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirrored
 from tests.support.jobs import WAYS, all_raise, assert_close, make_data, make_mlp, parameters_of, seeded, towers
+from tests.support.programs import run_program
 from tests.support.steps import local_share
 
 RUNS = 20
@@ -165,3 +167,49 @@ def test_reentrant_checkpoints_of_a_random_depth_are_one_backward(setting: str) 
     nested, plain = (towers(_layer_drop, reentrant, count=3, settings=WAYS[setting]) for reentrant in (True, False))
     for parameters in nested:
         assert_close(parameters, plain[0], 1e-12)
+
+
+BETWEEN_GPUS = """
+import sys, torch, mirrored
+from towers.gradients.usage import Comparison
+
+strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=1000)
+with strategy.scope():
+    model = torch.nn.Linear(4, 2)
+averager = strategy.engine.averager
+averager._cycle._comparison = Comparison(averager._channel)  # as between GPUs
+steps, slow = int(sys.argv[1]), strategy.topology.index == 1
+
+
+def step(trains):
+    if trains:
+        model(torch.ones(1, 4)).sum().backward()
+
+
+for number in range(steps + slow):
+    strategy.run(step, args=(not (slow and number == 12),))
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (
+            16,
+            "different backwards were averaged in the last steps: tower 0 differs from tower 1. Some tower",
+        ),
+        (26, "backward() number 1 of step 13 on tower 0, backward() number 1 of step 13, in call 14 of"),
+    ],
+)
+def test_between_gpus_a_backward_that_one_tower_leaves_out_is_an_error_later(
+    steps: int, told: str, tmp_path: pathlib.Path
+) -> None:
+    """At the latest when the towers end."""
+    (tmp_path / "train.py").write_text(BETWEEN_GPUS)
+    words = ["-m", "mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py", str(steps)]
+    result = run_program(words, cwd=str(tmp_path), code=1)
+    assert "DisagreementError" in result.stderr
+    assert told in result.stderr
+    assert "\n22\n" not in result.stdout  # backwards 12 to 19 are compared together, when the 22nd starts at the latest

@@ -283,6 +283,10 @@ class GradientAverager(GradientReducer):
     def check_paired(self) -> None:
         self._cycle.check_paired()
 
+    def digest_of_backwards(self) -> int:
+        """Returns a number that is the same on all towers if they were in the same backwards."""
+        return self._cycle.digest_of_backwards
+
     def break_off_backward(self, error: BaseException) -> None:
         if self._cycle.state is State.IDLE:
             return

@@ -2,14 +2,14 @@
 
 A bucket's buffer contains, in this order::
 
-    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a unit) | backward |
+    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a unit) | … | backward |
 
 The numbers behind the gradients are its *tail*. They make unused parameters exact without an additional collective.
 After the reduction, a slot's "used?" is not zero if any tower computed that gradient in this backward. It is the number
-of such towers or, in shared memory, which averages the tail as well, that number over N. In a backward's last bucket,
-"touched?" shows which units (buckets and sparse gradients) any tower has gradients for, and the last numbers identify
-the backward (:class:`towers.gradients.usage.Summary`). Between GPUs, these flags are sent in another way
-(:mod:`towers.gradients.usage`).
+of such towers or, in shared memory and on accelerators, which average the tail as well, that number over N. In a
+backward's last bucket, "touched?" shows which units (buckets and sparse gradients) any tower has gradients for, and the
+last numbers identify the backward (:class:`towers.gradients.usage.Summary`). Between GPUs, tails are only read where
+nothing else is known (:mod:`towers.gradients.usage`).
 
 [Note: gradients are stored in buckets] When a backward is done, each gradient that any tower computed is a view of its
 bucket (a tower's own gradient since the bucket was packed, or earlier; see below). So no gradient is copied out after
@@ -49,6 +49,7 @@ from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.gradients.streams import StreamOrder
 from towers.gradients.usage import Counts, Summary
+from towers.system.host_copy import on_device
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.named import Named
 from towers.system.torch_private import foreach_copy_, foreach_mul_, storage_holders
@@ -145,9 +146,9 @@ class Bucket:
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._holders_checked = False
         self._waiting = _Waiting()
-        self._packed: list[Tensor | None] = []
+        self._packed: tuple[list[Tensor | None], int] = [], 0  # the gradients then, and the buffer's version
         self._own = -1, 0  # the buffer's address, and the number of tensors in it that are this object's
-        self._version = 0
+        self._sent: tuple[list[bool], Tensor] = [], _NOTHING  # the last flags, and the tail that an accelerator has
 
     def add(self, named: Named) -> None:
         """Assigns a parameter the next aligned place."""
@@ -170,7 +171,11 @@ class Bucket:
         if self.streams is None and slot.nbytes < _LARGE_BYTES:
             return False
         self._waiting.add(slot)
-        return self.streams is None or self._waiting.nbytes >= _WAITING_BYTES
+        if self.streams is None:
+            return True
+        return (
+            self._waiting.nbytes >= _WAITING_BYTES and self.missing > 1
+        )  # otherwise, the bucket is about to be packed
 
     def copy_in(self, channel: Communicator, scale: float) -> None:
         """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""
@@ -194,9 +199,7 @@ class Bucket:
             elif (parameter := slot.parameter()) is not None:
                 slot.install(parameter)
 
-    def pack(
-        self, channel: Communicator, scale: float, summary: Summary | None = None, *, flags_in_tail: bool = True
-    ) -> None:
+    def pack(self, channel: Communicator, scale: float, summary: Summary | None = None) -> None:
         """Copies all gradients, times ``scale``, and the flags into the buffer, which is then ready for the reduction.
 
         From here on, the gradients of fresh slots are in the buffer. A slot without any gradient contributes zero (see
@@ -204,7 +207,6 @@ class Bucket:
 
         Args:
             summary: for the last bucket of a backward.
-            flags_in_tail: whether the flags are sent in the tail.
         """
         self._check_holders(channel)
         used: list[bool] = []
@@ -227,17 +229,27 @@ class Bucket:
                 if fresh:
                     slot.install(parameter)
             slot.copied = None
-        if sources:
-            if self.streams is not None:
-                self.streams.keep(sources)
-            _copy(targets, sources, scale)
-        self.flags = used if summary is None else [*used, *summary.touched, *summary.backward]
-        if flags_in_tail:
+        self.flags = used if summary is None else [*used, *summary.flags()]
+        if self.streams is not None:
+            self.streams.keep(sources)
+            sources.append(self._tail_on_device())
+            targets.append(self.tail)
+        else:
             self.tail[: len(self.flags)].copy_(torch.frombuffer(bytearray(self.flags), dtype=torch.uint8))
             self.tail[len(self.flags) :].zero_()
+        if sources:
+            _copy(targets, sources, scale)
         self.is_packed = True
-        self._packed = [slot.gradient for slot in self.slots] if summary is None else []
-        self._version = self.buffer._version
+        self._packed = [slot.gradient for slot in self.slots] if summary is None else [], self.buffer._version
+
+    def _tail_on_device(self) -> Tensor:
+        """Returns the tail with the flags. It is sent to the device only if they have changed."""
+        flags, tail = self._sent
+        if flags != self.flags or tail.shape != self.tail.shape or tail.device != self.tail.device:
+            numbers = torch.zeros(self.tail.shape, dtype=self.dtype, device="cpu")
+            numbers[: len(self.flags)] = torch.tensor(self.flags, dtype=self.dtype, device="cpu")
+            self._sent = self.flags, on_device(numbers, self.tail.device)
+        return self._sent[1]
 
     def check_untouched(self, tower: int) -> None:
         """Checks, when backward is done, that the gradients are still the packed ones.
@@ -248,9 +260,10 @@ class Bucket:
         Raises:
             TowersError: the script has changed or replaced a gradient after it was packed.
         """
-        pairs = zip(self.slots, self._packed, strict=True)
+        gradients, version = self._packed
+        pairs = zip(self.slots, gradients, strict=True)
         changed = [slot for slot, packed in pairs if slot.gradient is not packed and slot.parameter() is not None]
-        if not changed and self.buffer._version != self._version:
+        if not changed and self.buffer._version != version:
             changed = self.slots
         if changed:
             names = ", ".join(slot.name for slot in changed[:3])
@@ -290,7 +303,7 @@ class Bucket:
         """
         self.is_packed = self._holders_checked = False
         self._waiting = _Waiting()
-        self._packed = []
+        self._packed = [], 0
         if self.streams is not None:
             self.streams.reset()
         used = self.flags[: len(self.slots)]
@@ -310,7 +323,7 @@ class Bucket:
                 slot.install(parameter)
 
     def _allocate(self, channel: Communicator) -> None:
-        numel = self.numel + len(self.slots) + self.units + BITS
+        numel = self.numel + len(self.slots) + self.units + 1 + BITS
         self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
@@ -324,7 +337,7 @@ class Bucket:
         Buckets and slots refer to each other. Without this, the memory would be occupied until garbage is collected.
         """
         self.buffer = self.tail = _NOTHING
-        self._packed = []
+        self._packed, self._sent = ([], 0), ([], _NOTHING)
         for slot in self.slots:
             slot.view, slot.copied = _NOTHING, None
 

@@ -18,16 +18,14 @@ cache.
 from __future__ import annotations
 
 import enum
-import functools
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending
-from towers.errors import TowersError
+from towers.errors import DisagreementError, MirrorError, TowersError
 from towers.gradients import pairing
 from towers.gradients.buckets import Bucket, DenseSlot
 from towers.gradients.layout import BucketLayout
@@ -35,15 +33,12 @@ from towers.gradients.pairing import BackwardCounter
 from towers.gradients.prediction import Prediction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.gradients.sparse import SparseSlot, average_rows
-from towers.gradients.usage import Counts, Gather, Read, Summary
+from towers.gradients.usage import Comparison, Counts, Passed, Summary
 from towers.health.failure import leave_if_caught
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
 from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
-
-_UNREAD = 2
-"""The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""
 
 
 class State(enum.Enum):
@@ -158,9 +153,9 @@ class Cycle:
         self._channel = channel
         self._reduction = reduction
         self._watch = watch
-        self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
         self._backward = BackwardCounter(channel.health)
-        self._unread: deque[tuple[Counts, Gather]] = deque()  # of the last buckets of backwards, if reading would wait
+        # between accelerators; on CPUs, all is in the tails
+        self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
         self._task = -1  # autograd's task in which the cycle was opened
@@ -192,8 +187,13 @@ class Cycle:
             DisagreementError: on all towers, if one was not the same.
         """
         self.check_in_step()
-        while self._unread and (len(self._unread) > _UNREAD or self._unread[0][1].is_done()):
-            self._read(*self._unread.popleft())
+        if self._comparison is not None and (texts := self._comparison.difference()) is not None:
+            raise self._break_off(texts)
+
+    @property
+    def digest_of_backwards(self) -> int:
+        """A number that is the same on all towers if they were in the same backwards."""
+        return self._backward.digest
 
     def _enter(self, state: State) -> None:
         assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
@@ -217,13 +217,15 @@ class Cycle:
                 "compiles the model's backward without it"
             )
         self.check_paired()
+        if self._comparison is not None:
+            self._comparison.begin()
         self._channel.health.train()
         self._backward.begin()
         self.number += 1
         self._enter(State.COLLECTING)
         self._task = current_graph_task_id()
         self._expected = self._prediction.next()
-        for index in self._expected[:-1]:
+        for index in self._expected:
             self._layout.buckets[index].count_missing()
         self._next = 0  # index in the expected buckets
         self._started: list[Bucket] = []
@@ -289,7 +291,7 @@ class Cycle:
                 bucket.streams.advance()
             if self._watch is not None:
                 self._watch.inspect(bucket.slots)
-            bucket.pack(self._channel, reduction.scale, summary, flags_in_tail=self._flags_in_tails)
+            bucket.pack(self._channel, reduction.scale, summary)
             self._started.append(bucket)
             reduction.start(bucket)
 
@@ -319,19 +321,23 @@ class Cycle:
         *others, last = (buckets[index] for index in self._expected[self._next :])
         for bucket in others:
             self._start(bucket, reduction)
-        self._start(last, reduction, Summary(touched, self._backward.bits()))
-        counts, gather = self._await(reduction)
-        if gather is None or not all(touched):
-            touched = self._read(counts, gather)
-        else:  # no tower can have touched more than this one
-            self._unread.append((counts, gather))
+        backward = self._backward.bits()
+        if self._comparison is None:
+            self._start(last, reduction, Summary(touched, False, backward))
+            touched = self._read(self._await(reduction))
+        else:
+            continues = touched == layout.trainable_units  # no tower can have touched more
+            self._start(last, reduction, Summary(touched, continues, []))
+            used = all(all(bucket.flags[: len(bucket.slots)]) for bucket in self._started)
+            self._comparison.note(Passed(backward, str(self._backward), continues and used))
+            counts = self._await(reduction)
+            if not continues:
+                touched = self._read(counts)
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
         if missed:
-            counts, gather = self._await(reduction)
-            if gather is not None:
-                self._unread.append((counts, gather))
+            self._await(reduction)
         if self._watch is not None:
             self._watch.inspect(layout.sparse)
         for slot, anyone in zip(layout.sparse, touched[len(buckets) :], strict=True):
@@ -340,41 +346,46 @@ class Cycle:
                 slot.averaged = self.number
         return touched
 
-    def _await(self, reduction: Reduction) -> tuple[Counts, Gather | None]:
-        """Finishes the started buckets.
-
-        Returns:
-            The counts of the flags of the last bucket, and the gather that counts them between GPUs.
-        """
+    def _await(self, reduction: Reduction) -> Counts:
+        """Finishes the started buckets, and returns the counts of the flags of the last one."""
         buckets, self._started = self._started, []
-        gather: Gather | None = None
         with range_("mirrored::wait"):
-            if not self._flags_in_tails:
-                gather = Gather(self._channel, [bucket.flags for bucket in buckets], str(self._backward))
+            gathered = self._comparison.gather([bucket.flags for bucket in buckets]) if self._comparison else None
             tails = reduction.finish(buckets)
-        reads: list[Read] = [tail.tolist for tail in tails]
-        if gather is not None:
-            reads = [functools.partial(gather.read, number) for number in range(len(buckets))]
+        reads = gathered or [tail.tolist for tail in tails]
         all_counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
         for bucket, counts in zip(buckets, all_counts, strict=True):
             bucket.finish(counts, self.number, self._channel.index)
-        return all_counts[-1], gather
+        return all_counts[-1]
 
-    def _read(self, counts: Counts, gather: Gather | None) -> list[bool]:
+    def _read(self, counts: Counts) -> list[bool]:
         """Returns which units any tower has touched, and checks that all towers were in the same backward.
 
         Args:
             counts: the backward's last bucket's.
-            gather: its flags, if the hosts have gathered them.
 
         Raises:
             DisagreementError: on all towers, if they were not.
+            MirrorError: some tower has unfrozen parameters that another one has not.
         """
-        touched, backward = counts.summary()
+        touched, some_continue, backward = counts.summary()
         if not pairing.same_backward(backward):
-            channel = self._channel
-            texts = channel.all_gather_bytes(str(self._backward).encode()) if gather is None else gather.backwards()
-            error = pairing.difference(channel.towers, texts)
-            channel.break_off(error)  # the gradients of different backwards are already in each other's mean
-            raise error
+            raise self._break_off(self._channel.all_gather_bytes(str(self._backward).encode()))
+        layout = self._layout
+        names = [bucket.slots[0].name if bucket.slots else "" for bucket in layout.buckets]
+        names += [slot.name for slot in layout.sparse]
+        thawed = [
+            name for name, here, before in zip(names, touched, layout.trainable_units, strict=True) if here > before
+        ]
+        if thawed and some_continue:
+            raise MirrorError(
+                f"parameter {thawed[0]} is frozen (requires_grad is False) on some towers, but another tower has "
+                "computed a gradient for it: freeze and thaw the same parameters on all towers"
+            )
         return touched
+
+    def _break_off(self, texts: Sequence[bytes]) -> DisagreementError:
+        """Returns the error of towers in different backwards, whose gradients are already in each other's mean."""
+        error = pairing.difference(self._channel.towers, texts)
+        self._channel.break_off(error)
+        return error

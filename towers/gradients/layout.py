@@ -25,6 +25,7 @@ class BucketLayout:
         buckets: the buckets of the dense gradients.
         dense, sparse, slots: the slots of either kind, and all slots.
         units: the number of buckets and sparse gradients.
+        trainable_units: for each unit, whether any of its parameters was trainable when it was laid out.
     """
 
     def __init__(self, parameters: Sequence[Named], bucket_bytes: int) -> None:
@@ -36,11 +37,13 @@ class BucketLayout:
         self.units = len(self.buckets) + len(self.sparse)
         for bucket in self.buckets:
             bucket.units = self.units
+        self.trainable_units = [any(slot.trainable for slot in bucket.slots) for bucket in self.buckets]
+        self.trainable_units += [slot.trainable for slot in self.sparse]
         self._by_id = {id(slot.parameter()): slot for slot in self.slots}
 
     def trainable(self) -> tuple[int, ...]:
         """Returns the indices of the buckets that a first backward may have gradients for."""
-        return tuple(bucket.index for bucket in self.buckets if any(slot.trainable for slot in bucket.slots)) or (0,)
+        return tuple(bucket.index for bucket in self.buckets if self.trainable_units[bucket.index]) or (0,)
 
     def touched(self) -> list[bool]:
         """Returns for each unit whether this tower has its own contribution."""

@@ -17,6 +17,7 @@ checkpoints may differ between towers.
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Iterable, Sequence
 
 from towers.errors import DECIDE_TOGETHER, DisagreementError
@@ -28,6 +29,11 @@ _MULTIPLIER = 40503  # keeps the batches of different loops apart (Knuth's, odd,
 
 _OF_BYTE = [[bit for i in range(8) for bit in (bool(byte >> i & 1), not byte >> i & 1)] for byte in range(256)]
 
+ADVICE = (
+    "Some tower has left out a backward() or a run, or has made one more than the others; every tower must make the "
+    f"same ones in every step, with every batch. {DECIDE_TOGETHER}"
+)
+
 BITS = 6 * _WIDTH
 """The number of bits that identify a backward, including opposites."""
 
@@ -37,6 +43,9 @@ class BackwardCounter:
 
     Args:
         health: contains this tower's present run.
+
+    Attributes:
+        digest: a number that depends on all backwards so far, without their batches.
     """
 
     def __init__(self, health: Health) -> None:
@@ -45,6 +54,7 @@ class BackwardCounter:
         self._step = health.step
         self._number = 0
         self._batch = health.batches.value
+        self.digest = 0
 
     def begin(self) -> None:
         """Counts a backward that starts."""
@@ -52,6 +62,7 @@ class BackwardCounter:
             self._run, self._number = self._health.run, 0
         self._step, self._batch = self._health.step, self._health.batches.value
         self._number += 1
+        self.digest = zlib.crc32(b"%d %d" % (self._run, self._number), self.digest)
 
     def bits(self) -> list[bool]:
         """Returns the present backward as :data:`BITS` bits. Without a batch, its bits and their opposites are 0."""
@@ -87,8 +98,4 @@ def difference(numbers: Sequence[int], texts: Iterable[bytes]) -> DisagreementEr
     for number, text in zip(numbers, texts, strict=True):
         towers.setdefault(text.decode(errors="replace"), []).append(number)
     places = ", ".join(f"{place} on {name_towers(where)}" for place, where in towers.items())
-    return DisagreementError(
-        f"gradients of different backwards would be averaged: {places}. Some tower has left out a backward() or a run, "
-        "or has made one more than the others; every tower must make the same ones in every step, with every batch. "
-        f"{DECIDE_TOGETHER}"
-    )
+    return DisagreementError(f"gradients of different backwards would be averaged: {places}. {ADVICE}")

@@ -1,22 +1,33 @@
 """Usage flags: the parameters and units (buckets, sparse gradients) for which towers had gradients in a backward.
 
 [Note: usage flags between GPUs] On CPUs, the flags are part of the buckets' tails, and are available when the buckets
-are reduced. Reading a tail from a GPU would make the host wait for the whole backward, in every step with a frozen or
-unused parameter. So between GPUs no tower synchronises with the device: hosts gather the flags over Gloo, in parallel
-with all other work. Only a tower that has not used every parameter waits for them: for the other hosts, not for a GPU.
-Any other tower needs them only to check that towers were in the same backward, and reads them when they are there, at
-the latest when the third backward after theirs starts. On an H200, reading them before the optimizer's step took 2 ms
-of a step of 6 ms: the host waited for the other towers' hosts, which had yet to queue their work.
+are reduced. Reading a tail from a GPU would make the host wait for the whole backward. But a tower that has a gradient
+for every trainable parameter has nothing to learn before the optimizer's step: no tower can have more. Between GPUs,
+therefore:
+
+- Hosts gather the flags of each backward over Gloo, in parallel with all other work. Only a tower without a gradient
+  for some trainable parameter waits for them: for the other hosts, not for a GPU.
+- If a gather shows that all towers had all gradients, further ones only check whether towers were in the same
+  backwards, once for :data:`WINDOW` of them. A tower that then has no gradient for a parameter reads the tail, and
+  waits for its GPU, until the next gather informs all towers.
+- A gather is read when it is complete, at the latest when the third backward after its own starts. It only takes effect
+  from that backward on, so all towers change at the same one.
+
+On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
+towers' hosts, which had yet to queue their work.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from towers.collectives.communicator import Communicator, from_bytes
+from towers.gradients.pairing import same_backward
 
 Read = Callable[[], Sequence[float]]
 """Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""
@@ -27,11 +38,31 @@ class Summary(NamedTuple):
 
     Attributes:
         touched: the units that this tower has gradients for.
-        backward: the backward's identification (:mod:`towers.gradients.pairing`).
+        continues: whether this tower continues without reading what the others have touched.
+        backward: the backward's identification (:mod:`towers.gradients.pairing`). Empty if the hosts compare it.
     """
 
     touched: list[bool]
+    continues: bool
     backward: list[bool]
+
+    def flags(self) -> list[bool]:
+        """Returns the numbers that follow the bucket's own flags in its tail."""
+        return [*self.touched, self.continues, *self.backward]
+
+
+class Passed(NamedTuple):
+    """A backward of this tower, for the comparison by the hosts.
+
+    Attributes:
+        backward: its identification.
+        text: the same in words, for messages.
+        complete: whether this tower had a gradient for every trainable parameter, and for no other.
+    """
+
+    backward: list[bool]
+    text: str
+    complete: bool
 
 
 class Counts:
@@ -48,36 +79,97 @@ class Counts:
     def __init__(self, read: Read, slots: int, units: int) -> None:
         self._read = read
         self._touched_at = slots
-        self._backward_at = slots + units
+        self._continues_at = slots + units
 
     def used(self) -> Sequence[float]:
         """Returns for each slot of the bucket a number that is zero if no tower has used it (see the class)."""
         return self._read()[: self._touched_at]
 
-    def summary(self) -> tuple[list[bool], Sequence[float]]:
-        """Returns the units that any tower has touched, and the numbers of the backward, from its last bucket."""
-        counts = self._read()
-        return [n > 0 for n in counts[self._touched_at : self._backward_at]], counts[self._backward_at :]
+    def summary(self) -> tuple[list[bool], bool, Sequence[float]]:
+        """Returns the last bucket's message: what any tower has touched, whether any continues, and the backward."""
+        counts, at = self._read(), self._continues_at
+        return [n > 0 for n in counts[self._touched_at : at]], counts[at] > 0, counts[at + 1 :]
 
 
 _TEXT_BYTES = 96
 
+_AHEAD = 2
+"""The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""
+
+WINDOW = 8
+"""The number of backwards between two gathers, as long as all towers have all gradients."""
+
+
+class Comparison:
+    """What hosts compare of towers on accelerators: flags and backwards. See [Note: usage flags between GPUs].
+
+    Args:
+        channel: the towers'.
+    """
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+        self._number = 0  # of the backward
+        self._passed: list[Passed] = []  # since the last gather
+        self._unread: deque[tuple[int, Gather]] = deque()  # and the numbers of their backwards
+        self._read: deque[tuple[int, bool]] = deque()  # gathers that decide later: whether all backwards were complete
+        self._all_complete = False
+
+    def difference(self) -> list[bytes] | None:
+        """Returns None if towers were in the same backwards, as far as known.
+
+        Otherwise, it returns every tower's first different one, in words.
+        """
+        while self._unread and (self._unread[0][0] <= self._number - _AHEAD or self._unread[0][1].is_done()):
+            number, gather = self._unread.popleft()
+            if (texts := gather.difference()) is not None:
+                return texts
+            if (complete := gather.was_complete()) is not None:
+                self._read.append((number, complete))
+        return None
+
+    def begin(self) -> None:
+        """Notes that a backward begins, after :meth:`difference`."""
+        while self._read and self._read[0][0] <= self._number - _AHEAD:  # all towers have read it by now
+            _, self._all_complete = self._read.popleft()
+        self._number += 1
+
+    def note(self, passed: Passed) -> None:
+        """Notes a backward whose buckets are packed."""
+        self._passed.append(passed)
+
+    def gather(self, flags: Sequence[Sequence[bool]]) -> list[Read] | None:
+        """Starts a gather if one is due, and returns how to read each bucket's flags. None: they must be in the tails.
+
+        Args:
+            flags: each bucket's, of one length on all towers.
+        """
+        if self._all_complete and len(self._passed) < WINDOW:
+            return None
+        gather = Gather(self._channel, [] if self._all_complete else flags, self._passed)
+        self._passed = []
+        self._unread.append((self._number, gather))
+        return None if self._all_complete else [functools.partial(gather.read, number) for number in range(len(flags))]
+
 
 class Gather:
-    """The flags of packed buckets, on their way through the hosts (see [Note: usage flags between GPUs]).
+    """Flags of packed buckets, and past backwards, on their way through the hosts.
 
     It must be kept until it is done, because it holds the tensors of the collective.
 
     Args:
         channel: the towers'.
         flags: each bucket's, of one length on all towers.
-        backward: this tower's in words, for messages.
+        passed: this tower's backwards since the last gather, as many on all towers.
     """
 
-    def __init__(self, channel: Communicator, flags: Sequence[Sequence[bool]], backward: str) -> None:
-        self._rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
-        self._rows.append(from_bytes(backward.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")))
-        self._pending, self._gathered = channel.start_all_gather(torch.cat(self._rows))
+    def __init__(self, channel: Communicator, flags: Sequence[Sequence[bool]], passed: Sequence[Passed]) -> None:
+        rows = [bytes(row) for row in flags]
+        for backward, text, complete in passed:
+            rows += [bytes(backward), text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), bytes([complete])]
+        self._sizes = [len(row) for row in rows]
+        self._buckets = len(flags)
+        self._pending, self._gathered = channel.start_all_gather(from_bytes(b"".join(rows)))
 
     def is_done(self) -> bool:
         """Returns whether reading does not wait for other hosts."""
@@ -85,14 +177,24 @@ class Gather:
 
     def read(self, bucket: int) -> Sequence[float]:
         """Waits for the other hosts, and returns the counts of a bucket's flags."""
-        counts: list[float] = self._of_all(bucket).sum(0).tolist()
+        counts: list[float] = self._rows()[bucket].sum(0).tolist()
         return counts
 
-    def backwards(self) -> list[bytes]:
-        """Returns every tower's backward in words."""
-        return [row.numpy().tobytes().rstrip(b"\0") for row in self._of_all(-1)]
+    def difference(self) -> list[bytes] | None:
+        """Waits for the other hosts, and returns the result of :meth:`Comparison.difference` for these backwards."""
+        rows = self._rows()[self._buckets :]
+        for backward, texts in zip(rows[::3], rows[1::3], strict=True):
+            if not same_backward(backward.sum(0).tolist()):
+                return [text.numpy().tobytes().rstrip(b"\0") for text in texts]
+        return None
 
-    def _of_all(self, number: int) -> torch.Tensor:
+    def was_complete(self) -> bool | None:
+        """Waits for the other hosts, and returns whether all towers' backwards were complete, or None without any."""
+        complete = self._rows()[self._buckets + 2 :: 3]
+        return all(bool(row.all()) for row in complete) if complete else None
+
+    def _rows(self) -> Sequence[Tensor]:
+        """Returns the rows of all towers, each of shape (towers, bytes)."""
         self._pending.wait()
-        rows: Sequence[torch.Tensor] = self._gathered.split([row.numel() for row in self._rows], dim=1)
-        return rows[number]
+        rows: Sequence[Tensor] = self._gathered.split(self._sizes, dim=1)
+        return rows
