@@ -184,6 +184,12 @@ def test_of_the_compiler() -> None:
     assert [bool(skipped(f"/a/{name}.py")) for name in ("module", "package/one", "other")] == [True, True, False]
     assert torch_private.TRACED_AUTOGRAD.startswith(torch_private.COMPILER)
     assert hasattr(torch._dynamo.config, "compiled_autograd")
+    split = torch_private.GraphSplit(torch_private.SMALLEST_SPLIT)
+    assert torch_private.exchange_graph_split(split) is None
+    try:
+        assert torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is split
+    finally:
+        assert torch_private.exchange_graph_split(None) is split
 
 
 def test_of_the_profiler() -> None:

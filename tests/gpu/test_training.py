@@ -77,6 +77,28 @@ def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     assert results[0] == results[1]
 
 
+PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
+
+
+def use_other_parameters() -> list[Any]:
+    return cases.use_other_parameters(PHASES)
+
+
+def test_towers_that_use_other_parameters_have_the_numbers_of_the_cpu() -> None:
+    first, second = on_one_gpu(use_other_parameters)
+    assert first == second
+    expected, _ = mirrored.launch(use_other_parameters, devices=["cpu:0", "cpu:1"], timeout=HANG)
+    assert first[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-5)
+
+
+def gathers_of_hosts() -> list[int]:
+    return cases.use_other_parameters({"all": 36})[1]
+
+
+def test_hosts_gather_nothing_in_a_step_if_all_towers_use_all_parameters() -> None:
+    assert on_one_gpu(gathers_of_hosts) == [[1, 1, 1, 8, 8, 8, 8]] * 2
+
+
 def test_a_monitor_does_not_wait_for_the_gpu_before_it_reports() -> None:
     on_one_gpu(cases.watch_without_waiting)
 
