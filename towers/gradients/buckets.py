@@ -171,11 +171,8 @@ class Bucket:
         if self.streams is None and slot.nbytes < _LARGE_BYTES:
             return False
         self._waiting.add(slot)
-        if self.streams is None:
-            return True
-        return (
-            self._waiting.nbytes >= _WAITING_BYTES and self.missing > 1
-        )  # otherwise, the bucket is about to be packed
+        # The last gradient is copied when the bucket is packed, together with the flags.
+        return self.streams is None or (self._waiting.nbytes >= _WAITING_BYTES and self.missing > 1)
 
     def copy_in(self, channel: Communicator, scale: float) -> None:
         """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""

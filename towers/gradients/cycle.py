@@ -33,7 +33,7 @@ from towers.gradients.pairing import BackwardCounter
 from towers.gradients.prediction import Prediction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.gradients.sparse import SparseSlot, average_rows
-from towers.gradients.usage import Comparison, Counts, Passed, Summary
+from towers.gradients.usage import Comparison, Counts, Passed, Read, Summary
 from towers.health.failure import leave_if_caught
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
@@ -154,7 +154,7 @@ class Cycle:
         self._reduction = reduction
         self._watch = watch
         self._backward = BackwardCounter(channel.health)
-        # between accelerators; on CPUs, all is in the tails
+        # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
@@ -350,9 +350,11 @@ class Cycle:
         """Finishes the started buckets, and returns the counts of the flags of the last one."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
-            gathered = self._comparison.gather([bucket.flags for bucket in buckets]) if self._comparison else None
+            reads: list[Read] | None = None
+            if self._comparison is not None:
+                reads = self._comparison.gather([bucket.flags for bucket in buckets])
             tails = reduction.finish(buckets)
-        reads = gathered or [tail.tolist for tail in tails]
+        reads = reads or [tail.tolist for tail in tails]
         all_counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
         for bucket, counts in zip(buckets, all_counts, strict=True):
             bucket.finish(counts, self.number, self._channel.index)
@@ -371,16 +373,10 @@ class Cycle:
         touched, some_continue, backward = counts.summary()
         if not pairing.same_backward(backward):
             raise self._break_off(self._channel.all_gather_bytes(str(self._backward).encode()))
-        layout = self._layout
-        names = [bucket.slots[0].name if bucket.slots else "" for bucket in layout.buckets]
-        names += [slot.name for slot in layout.sparse]
-        thawed = [
-            name for name, here, before in zip(names, touched, layout.trainable_units, strict=True) if here > before
-        ]
-        if thawed and some_continue:
+        if some_continue and (name := self._layout.thawed(touched)) is not None:
             raise MirrorError(
-                f"parameter {thawed[0]} is frozen (requires_grad is False) on some towers, but another tower has "
-                "computed a gradient for it: freeze and thaw the same parameters on all towers"
+                f"parameter {name} is frozen (requires_grad is False) on some towers, but another tower has computed a "
+                "gradient for it: freeze and thaw the same parameters on all towers"
             )
         return touched
 

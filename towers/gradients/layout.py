@@ -50,6 +50,14 @@ class BucketLayout:
         dense = [any(slot.fresh for slot in bucket.slots) for bucket in self.buckets]
         return dense + [slot.fresh for slot in self.sparse]
 
+    def thawed(self, touched: Sequence[bool]) -> str | None:
+        """Returns a parameter of a unit that is touched, but was not trainable when it was laid out; or None."""
+        units = [bucket.slots for bucket in self.buckets] + [[slot] for slot in self.sparse]
+        for slots, here, trainable in zip(units, touched, self.trainable_units, strict=True):
+            if here and not trainable:
+                return slots[0].name
+        return None
+
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """Returns a parameter's slot, or None."""
         slot = self._by_id.get(id(parameter))
