@@ -62,25 +62,31 @@ class Events:
         self.phase = health.followers
 
 
-def show_in_traces(events: Events) -> None:
-    """Makes runs and optimizers' steps ranges in the trace of a running profiler."""
+def enclose_runs(events: Events, make: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Encloses each run in a context manager that ``make`` returns."""
     runs: list[AbstractContextManager[Any]] = []  # nested
-    step = ExitStack()
 
     def begin_run(fn: Callable[..., Any]) -> None:
-        runs.append(range_("mirrored::run"))
+        runs.append(make())
         runs[-1].__enter__()
 
     def end_run(*_: Any) -> None:
         if runs:  # otherwise, the run was interrupted before it started
             runs.pop().__exit__(None, None, None)
 
+    events.begin_run.append(begin_run)
+    events.end_run.append(end_run)
+    events.failed.append(end_run)
+
+
+def show_in_traces(events: Events) -> None:
+    """Makes runs and optimizers' steps ranges in the trace of a running profiler."""
+    step = ExitStack()
+
     def begin_step(optimizer: Any) -> None:
         step.close()  # the range of a step that raised, or within which another optimizer steps
         step.enter_context(range_("mirrored::optimizer-step"))
 
-    events.begin_run.append(begin_run)
+    enclose_runs(events, lambda: range_("mirrored::run"))
     events.before_step.append(begin_step)
     events.after_step.append(lambda optimizer: step.close())
-    events.end_run.append(end_run)
-    events.failed.append(end_run)

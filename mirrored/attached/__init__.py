@@ -1,1 +1,1 @@
-"""Features that a strategy attaches to models: the mirror check, synchronised BatchNorm, metrics, split graphs."""
+"""Features that a strategy attaches to models: the mirror check, synchronised BatchNorm, metrics."""

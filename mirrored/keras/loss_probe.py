@@ -126,23 +126,20 @@ class _Found(BaseException):
 def _check_train_step(model: Any, batch: Any, step: Step) -> None:
     """Raises a TypeError if the first loss of a model's own ``train_step`` is not a mean over examples."""
 
-    def stop(losses: Any) -> NoReturn:
-        raise _Found(float((losses if isinstance(losses, Tensor) else losses[0]).detach()))
-
     def loss_of(times: int) -> float:
         data = keras.tree.map_structure(
             lambda leaf: torch.cat([leaf] * times) if getattr(leaf, "shape", ()) else leaf, batch
         )
         share = dataclasses.replace(step.share, local=times * step.share.local)
         try:
-            with running(dataclasses.replace(step, share=share, before_gradients=stop)):
+            with running(dataclasses.replace(step, share=share)), _stopping_at_gradients():
                 model.train_step(data)
         except _Found as found:
             return cast(float, found.args[0])
         raise RuntimeError("the step computes no gradients")
 
     variables = [*model.non_trainable_variables, *(v for metric in model.metrics for v in metric.variables)]
-    with _keeping(variables), _keeping_numbers(model, step.strategy.device), _without_strategy():
+    with _keeping(variables), _keeping_numbers(model), _keeping_generators(step), _without_strategy():
         try:
             once, twice = [loss_of(1)], [loss_of(2)]
             if math.isclose(once[0], twice[0], rel_tol=_TOLERANCE):
@@ -165,15 +162,39 @@ def _check_train_step(model: Any, batch: Any, step: Step) -> None:
 
 
 @contextlib.contextmanager
-def _keeping_numbers(model: Any, device: torch.device) -> Iterator[None]:
-    """Restores the random generators and the numbers among a model's attributes after the context."""
-    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, complex))}
-    place = generators.take(device)
+def _stopping_at_gradients() -> Iterator[None]:
+    """Makes autograd raise :class:`_Found` where gradients would be computed."""
+
+    def stop(*args: Any, **kwargs: Any) -> NoReturn:
+        losses = [*args, *kwargs.values()][0]
+        raise _Found(float((losses if isinstance(losses, Tensor) else losses[0]).detach()))
+
+    before = torch.autograd.backward, torch.autograd.grad
+    torch.autograd.backward = torch.autograd.grad = stop  # type: ignore[assignment]
     try:
         yield
     finally:
-        generators.put(place, device)
+        torch.autograd.backward, torch.autograd.grad = before
+
+
+@contextlib.contextmanager
+def _keeping_numbers(model: Any) -> Iterator[None]:
+    """Restores the numbers among a model's attributes after the context."""
+    numbers = {name: value for name, value in vars(model).items() if isinstance(value, (int, float, complex))}
+    try:
+        yield
+    finally:
         vars(model).update(numbers)
+
+
+@contextlib.contextmanager
+def _keeping_generators(step: Step) -> Iterator[None]:
+    """Restores the states of all random generators after the context."""
+    place = generators.take(step.strategy.device)
+    try:
+        yield
+    finally:
+        generators.put(place, step.strategy.device)
 
 
 def _warn_of_added_losses(model: Any, x: Any) -> None:
@@ -245,7 +266,7 @@ def _on_halves(loss: Callable[..., float], examples: tuple[Any, ...]) -> _Differ
             return loss(*part)
 
     try:
-        with torch.no_grad(), _without_strategy(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), _without_strategy(), _keeping_generators(step):
             whole, again = of_rows(0, count), of_rows(0, count)
             first, second = of_rows(0, half), of_rows(half, count)
     except Exception:  # of the script

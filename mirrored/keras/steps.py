@@ -29,14 +29,12 @@ class Step:
         share: this tower's share. If it has no examples, the tower computes on a stand-in.
         alone: whether other towers do not take part in the computation, so that collectives are impossible.
         combines: whether the towers combine a metric's variable after the step.
-        before_gradients: called with the losses before their gradients are computed.
     """
 
     strategy: Strategy
     share: Share
     alone: bool = False
     combines: Callable[[Any], bool] = lambda variable: True
-    before_gradients: Callable[[Any], None] = lambda losses: None
 
     @property
     def fraction(self) -> float:
@@ -87,17 +85,9 @@ def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
     return _backward_of(_current, original, *args, **kwargs)
 
 
-@around(torch.autograd, "grad")
-def _grad(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    if _current is not None:
-        _current.before_gradients(outputs)
-    return original(outputs, *args, **kwargs)
-
-
 @disable_dynamo
 def _backward_of(step: Step, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     global _in_backward
-    step.before_gradients(tensors)
     if (weight := step.fraction * step.strategy.num_replicas_in_sync) != 1:
         if isinstance(tensors, Tensor):
             tensors = (tensors,)

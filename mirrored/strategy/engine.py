@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from mirrored.attached.compiled import split_graphs
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
+from mirrored.events import enclose_runs
 from mirrored.interceptor import interceptor
 from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
@@ -33,6 +33,7 @@ from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
 from towers.system.profiling import range_
+from towers.system.torch_private import split_graphs
 from towers.system.uncompiled import Untraced
 
 if TYPE_CHECKING:
@@ -159,7 +160,9 @@ class Engine:
         if self._several:
             self._attach_to_several_towers(averager, training, transport)
             if self.virtual is None and self.local is None and channel.may_overlap and comm.size > 1:
-                split_graphs(events, communication.bucket_bytes or channel.bucket_bytes)
+                # otherwise, gradients are averaged after the backward anyway
+                size = communication.bucket_bytes or channel.bucket_bytes
+                enclose_runs(events, functools.partial(split_graphs, size))
         elif watch is not None or self.local is not None:
             events.mirrored.append(self.averager.add)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")

@@ -175,6 +175,9 @@ def step_without_waiting(part: str) -> list[float]:
     return [float(p.sum()) for p in model.parameters()]
 
 
+PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
+
+
 def use_other_parameters(changes: dict[str, int]) -> list[Any]:
     """The parameters after phases in which towers use all parameters, or others; and the number of gathers of hosts.
 

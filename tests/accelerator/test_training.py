@@ -46,14 +46,11 @@ def test_compressed_gradients_are_those_of_two_towers_on_the_cpu(way: str, serve
     torch.testing.assert_close(numbers, expected, rtol=0, atol=1e-12)
 
 
-PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
-
-
 def test_towers_that_use_other_parameters_have_the_numbers_of_the_cpu(
     way: str, server: Server, on_both: OnBoth
 ) -> None:
-    numbers, _ = on_both(cases.use_other_parameters, PHASES, way=way)
-    [expected, gathers], _ = server.towers_once(cases.use_other_parameters, PHASES, devices=["cpu:0", "cpu:1"])
+    numbers, _ = on_both(cases.use_other_parameters, cases.PHASES, way=way)
+    [expected, gathers], _ = server.towers_once(cases.use_other_parameters, cases.PHASES, devices=["cpu:0", "cpu:1"])
     torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
     assert gathers == []  # the flags are in the tails
 

@@ -184,12 +184,13 @@ def test_of_the_compiler() -> None:
     assert [bool(skipped(f"/a/{name}.py")) for name in ("module", "package/one", "other")] == [True, True, False]
     assert torch_private.TRACED_AUTOGRAD.startswith(torch_private.COMPILER)
     assert hasattr(torch._dynamo.config, "compiled_autograd")
-    split = torch_private.GraphSplit(torch_private.SMALLEST_SPLIT)
-    assert torch_private.exchange_graph_split(split) is None
-    try:
-        assert torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is split
-    finally:
-        assert torch_private.exchange_graph_split(None) is split
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
+    with torch_private.split_graphs(2**24):
+        assert active().bucket_bytes_cap == 2**24
+        with torch_private.split_graphs(1):  # the compiler refuses less
+            assert active().bucket_bytes_cap == torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+        assert active().bucket_bytes_cap == 2**24
+    assert active() is None
 
 
 def test_of_the_profiler() -> None:

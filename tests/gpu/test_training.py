@@ -77,11 +77,8 @@ def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     assert results[0] == results[1]
 
 
-PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
-
-
 def use_other_parameters() -> list[Any]:
-    return cases.use_other_parameters(PHASES)
+    return cases.use_other_parameters(cases.PHASES)
 
 
 def test_towers_that_use_other_parameters_have_the_numbers_of_the_cpu() -> None:

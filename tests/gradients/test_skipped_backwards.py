@@ -196,10 +196,7 @@ for number in range(steps + slow):
 @pytest.mark.parametrize(
     ("steps", "told"),
     [
-        (
-            16,
-            "different backwards were averaged in the last steps: tower 0 differs from tower 1. Some tower",
-        ),
+        (16, "different backwards were averaged in the last steps: tower 0 differs from tower 1. Some tower"),
         (26, "backward() number 1 of step 13 on tower 0, backward() number 1 of step 13, in call 14 of"),
     ],
 )

@@ -114,9 +114,10 @@ class Deadly(torch.optim.SGD):
                 with contextlib.suppress(OSError):  # the listing itself
                     if "memfd:towers" in os.readlink(file):
                         os.close(int(file.name))
-            time.sleep(self.seconds)
+            meet("closed")
+            time.sleep(self.seconds)  # the time until the process has ended
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(self.seconds / 5)  # until the files are closed
+        meet("closed")
         super().step()
 
 

@@ -285,7 +285,7 @@ class GradientAverager(GradientReducer):
 
     def digest_of_backwards(self) -> int:
         """Returns a number that is the same on all towers if they were in the same backwards."""
-        return self._cycle.digest_of_backwards
+        return self._cycle.backward.digest
 
     def break_off_backward(self, error: BaseException) -> None:
         if self._cycle.state is State.IDLE:

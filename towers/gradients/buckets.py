@@ -241,8 +241,7 @@ class Bucket:
 
     def _tail_on_device(self) -> Tensor:
         """Returns the tail with the flags. It is sent to the device only if they have changed."""
-        flags, tail = self._sent
-        if flags != self.flags or tail.shape != self.tail.shape or tail.device != self.tail.device:
+        if self._sent[0] != self.flags:
             numbers = torch.zeros(self.tail.shape, dtype=self.dtype, device="cpu")
             numbers[: len(self.flags)] = torch.tensor(self.flags, dtype=self.dtype, device="cpu")
             self._sent = self.flags, on_device(numbers, self.tail.device)

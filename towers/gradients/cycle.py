@@ -144,6 +144,7 @@ class Cycle:
 
     Attributes:
         state: changes in :meth:`_enter` only.
+        backward: the present one.
         number: the number of averages: opened cycles, and averages by other means (``note_averaged``).
     """
 
@@ -153,7 +154,7 @@ class Cycle:
         self._channel = channel
         self._reduction = reduction
         self._watch = watch
-        self._backward = BackwardCounter(channel.health)
+        self.backward = BackwardCounter(channel.health)
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
         self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
@@ -190,11 +191,6 @@ class Cycle:
         if self._comparison is not None and (texts := self._comparison.difference()) is not None:
             raise self._break_off(texts)
 
-    @property
-    def digest_of_backwards(self) -> int:
-        """A number that is the same on all towers if they were in the same backwards."""
-        return self._backward.digest
-
     def _enter(self, state: State) -> None:
         assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
         self.state = state
@@ -220,7 +216,7 @@ class Cycle:
         if self._comparison is not None:
             self._comparison.begin()
         self._channel.health.train()
-        self._backward.begin()
+        self.backward.begin()
         self.number += 1
         self._enter(State.COLLECTING)
         self._task = current_graph_task_id()
@@ -321,7 +317,7 @@ class Cycle:
         *others, last = (buckets[index] for index in self._expected[self._next :])
         for bucket in others:
             self._start(bucket, reduction)
-        backward = self._backward.bits()
+        backward = self.backward.bits()
         if self._comparison is None:
             self._start(last, reduction, Summary(touched, False, backward))
             touched = self._read(self._await(reduction))
@@ -329,7 +325,7 @@ class Cycle:
             continues = touched == layout.trainable_units  # no tower can have touched more
             self._start(last, reduction, Summary(touched, continues, []))
             used = all(all(bucket.flags[: len(bucket.slots)]) for bucket in self._started)
-            self._comparison.note(Passed(backward, str(self._backward), continues and used))
+            self._comparison.note(Passed(backward, str(self.backward), continues and used))
             counts = self._await(reduction)
             if not continues:
                 touched = self._read(counts)
@@ -372,7 +368,7 @@ class Cycle:
         """
         touched, some_continue, backward = counts.summary()
         if not pairing.same_backward(backward):
-            raise self._break_off(self._channel.all_gather_bytes(str(self._backward).encode()))
+            raise self._break_off(self._channel.all_gather_bytes(str(self.backward).encode()))
         if some_continue and (name := self._layout.thawed(touched)) is not None:
             raise MirrorError(
                 f"parameter {name} is frozen (requires_grad is False) on some towers, but another tower has computed a "

@@ -101,7 +101,9 @@ WINDOW = 8
 
 
 class Comparison:
-    """What hosts compare of towers on accelerators: flags and backwards. See [Note: usage flags between GPUs].
+    """Compares flags and backwards of towers on accelerators, over their hosts.
+
+    See [Note: usage flags between GPUs].
 
     Args:
         channel: the towers'.

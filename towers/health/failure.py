@@ -23,10 +23,11 @@ process is too late: a function that returns has succeeded. In ``mirrored.launch
 function that returns.
 
 [Note: one report] Several threads may find the same failure: the script's, in a collective that raises, and those that
-watch NCCL and the deadline of a step. The script's error is the report if it comes first: the other threads then wait
-for the end of the process. torch's excepthook replaces ``sys.stderr`` by a buffer while it calls the hook that it has
-replaced, so the other threads print to ``sys.__stderr__``. On an H200, such a thread printed its report into that
-buffer, and ended the process before torch printed it.
+watch NCCL and the deadline of a step. If the script's error comes first (Python sets ``sys.last_value`` before it calls
+a hook), it is the report, and the other threads wait for the end of the process. torch's excepthook replaces
+``sys.stderr`` by a buffer while it calls the hook that it has replaced, so the other threads print to
+``sys.__stderr__``. On an H200, such a thread printed its report into that buffer, and ended the process before torch
+printed it.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
@@ -199,9 +200,6 @@ def report_path(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
     return pathlib.Path(directory) / f"error{tower}.json"
 
 
-_script_has_failed = threading.Event()  # with an uncaught exception
-
-
 def leave_report(error: Exception, trace: str) -> None:
     """Leaves a report of an exception that was raised nowhere, before this process ends at once.
 
@@ -234,8 +232,8 @@ def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     report = FailureReport.of(error, trace)
     if report.consequence and not getattr(error, "seen_by_launcher", False):
         clock.sleep(_LAUNCHER_SECONDS)
-    if _script_has_failed.is_set() and not _in_main_thread():
-        threading.Event().wait()  # for the end of this process
+    if isinstance(getattr(sys, "last_value", None), Exception) and not _in_main_thread():
+        clock.sleep(_LAUNCHER_SECONDS + SAVING_SECONDS)  # until this process ends
     return path is not None and report.write(path)
 
 
@@ -255,8 +253,6 @@ def install_hooks() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed = issubclass(kind, Exception)
-        if failed:
-            _script_has_failed.set()
         others_tell = issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0"
         reported = (failed and _report(error, path)) or others_tell
         if failed:  # even if no process reads the output

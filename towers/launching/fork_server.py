@@ -208,16 +208,15 @@ def _become(
     sys.path[:] = path
     try:
         execute(words)
-    except Exception as error:
-        _end_failed(error)
+    except Exception:
+        _end_failed()
 
 
-def _end_failed(error: Exception) -> NoReturn:
+def _end_failed() -> NoReturn:
     """Ends this process, whose program has failed, as Python does, but leaves freeing its memory to the system.
 
     The other towers wait for its end, and freeing all that torch has loaded takes a third of a second of a core.
     """
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     leave(1)
@@ -268,6 +267,7 @@ def execute(words: list[str]) -> NoReturn:
         raise
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         sys.excepthook = _print_nothing
         raise

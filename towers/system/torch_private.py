@@ -11,10 +11,11 @@ This module does not import torch's compiler, which takes a second to load.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -177,23 +178,27 @@ def skip_in_compiler(files: Sequence[str]) -> None:
     trace_rules.add(__name__)
 
 
-class GraphSplit(NamedTuple):
-    """Makes the compiler split the graphs of a model (``DDPOptimizer``); it reads this from the DDP module that runs.
-
-    Attributes:
-        bucket_bytes_cap: the size of the parameters in one part, in bytes, at least :data:`SMALLEST_SPLIT`.
-    """
+class _GraphSplit(NamedTuple):
+    """The attribute that the compiler reads from the DDP module that runs."""
 
     bucket_bytes_cap: int
 
 
-SMALLEST_SPLIT: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+@contextlib.contextmanager
+def split_graphs(bucket_bytes: int) -> Iterator[None]:
+    """Makes the compiler split graphs that it compiles inside at the boundaries of gradient buckets.
 
-
-def exchange_graph_split(split: Any) -> Any:
-    """Sets what the compiler reads, and returns what it read before: a :class:`GraphSplit`, a DDP module, or None."""
-    before, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, split
-    return before
+    The backward of a compiled graph is one node of autograd: all its gradients arrive when it is done. The compiler
+    splits graphs (``DDPOptimizer``) while a DDP module runs the model, unless ``torch._dynamo.config.optimize_ddp`` is
+    false.
+    """
+    before = DistributedDataParallel._active_ddp_module
+    split: Any = _GraphSplit(max(bucket_bytes, dist._DEFAULT_FIRST_BUCKET_BYTES))
+    DistributedDataParallel._active_ddp_module = split
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = before
 
 
 def compiled_autograd_runs() -> bool:
