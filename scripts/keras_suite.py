@@ -70,11 +70,31 @@ class Towers:
         self._folders: Iterator[str] = iter(())
         self.outcomes: dict[str, Outcome] = {}
         self.stopped = False
+        self._file = ""
+        self._file_began = 0.0
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         several = self._strategy is not None and self._strategy.num_replicas_in_sync > 1
         names = {item: name_of(item.nodeid) for item in items}
         items[:] = [item for item in items if names[item] not in self._done and not (several and why_not(names[item]))]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._report_file(name_of(nodeid).split("::")[0])
+
+    def pytest_sessionfinish(self) -> None:
+        self._report_file("")
+
+    def _report_file(self, following: str) -> None:
+        """Prints on tower 0 how long the file has taken whose last test has ended, if another file follows."""
+        if following == self._file:
+            return
+        if self._file and (self._strategy is None or self._strategy.is_chief):
+            kinds = collections.Counter(
+                outcome.kind for name, outcome in self.outcomes.items() if name.startswith(f"{self._file}::")
+            )
+            seconds = time.monotonic() - self._file_began
+            print(f"  {self._file}: {dict(kinds)}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        self._file, self._file_began = following, time.monotonic()
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -207,6 +227,7 @@ def outcomes(
         towers: 0 runs the tests as they are.
         without: tests that are left out.
     """
+    print(f"{towers} towers:" if towers else "without a strategy:", file=sys.stderr, flush=True)
     found: dict[str, list[Outcome]] = {}
     devices = [f"cpu:{i}" for i in range(max(towers, 1))]
     complete = False
