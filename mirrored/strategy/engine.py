@@ -246,6 +246,7 @@ class Engine:
 
         if (layers := self.attached(BatchNorms)) is None:
             layers = self._features[BatchNorms] = BatchNorms(self._comm, self.recorder.name_of_module)
+            self.averager.expect_other_collectives()
         return layers.adopt
 
     def _mirror_recorded(self) -> None:

@@ -365,6 +365,36 @@ def batch_norm_over_both(dtypes: list[str]) -> list[float]:
     raise AssertionError("towers went through different layers, and nobody said so")
 
 
+def wait_between_buckets_and_batch_norm(who: str) -> list[float]:
+    """Parameters after steps in which the chief waits for its device when the first bucket is full.
+
+    In the backward, a batch norm over all towers follows the first bucket.
+
+    Args:
+        who: uses the parameters of that bucket: "first", or "all" towers.
+    """
+    communication = mirrored.CommunicationOptions(bucket_bytes=64, timeout_seconds=20)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=communication)
+    with strategy.scope(sync_batch_norm=True):
+        first, norm, extra = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+        model = torch.nn.ModuleList([first, norm, extra]).to(strategy.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
+    if strategy.device.type != "cpu" and strategy.is_chief:
+        norm.register_full_backward_pre_hook(lambda *_: torch.accelerator.synchronize())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        hidden = norm(first(x))
+        output = extra(hidden) if who == "all" or strategy.is_chief else hidden
+        mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none")).backward()
+        optimizer.step()
+
+    for _ in range(8):
+        strategy.run(step)
+    return flat(model.parameters())
+
+
 def compare(first: list[Any], second: list[Any], tolerance: float) -> None:
     """As ``assert_close``, on the CPU: not every accelerator has what it needs."""
     assert_close([tensor.cpu() for tensor in first], [tensor.cpu() for tensor in second], tolerance)

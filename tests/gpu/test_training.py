@@ -96,6 +96,17 @@ def test_hosts_gather_nothing_in_a_step_if_all_towers_use_all_parameters() -> No
     assert on_one_gpu(gathers_of_hosts) == [[1, 1, 1, 8, 8, 8, 8]] * 2
 
 
+def wait_between_buckets_and_batch_norm() -> list[float]:
+    return cases.wait_between_buckets_and_batch_norm("first")
+
+
+def test_a_host_may_wait_for_its_gpu_before_a_batch_norm() -> None:
+    first, second = on_one_gpu(wait_between_buckets_and_batch_norm)
+    assert first == second
+    expected, _ = mirrored.launch(wait_between_buckets_and_batch_norm, devices=["cpu:0", "cpu:1"], timeout=HANG)
+    assert first == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_a_monitor_does_not_wait_for_the_gpu_before_it_reports() -> None:
     on_one_gpu(cases.watch_without_waiting)
 

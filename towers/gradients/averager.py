@@ -184,6 +184,9 @@ class GradientAverager(GradientReducer):
         _attached[parameter] = slot, unhook
         self._unhook += unhook
 
+    def expect_other_collectives(self) -> None:
+        self._cycle.expect_other_collectives()
+
     def slot_of(self, parameter: Tensor) -> Slot | None:
         return self.layout.slot_of(parameter)
 

@@ -157,7 +157,8 @@ class Cycle:
         self.backward = BackwardCounter(channel.health)
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
-        self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
+        self._may_start_early = False  # in the first cycle, and for good if that one contained a reentrant backward
+        self._starts_early = False  # in this cycle
         self._nested = False
         self._task = -1  # autograd's task in which the cycle was opened
         self._phase_outside = ""
@@ -201,6 +202,11 @@ class Cycle:
         else:
             health.enter(AVERAGING if state is State.FINISHING else self._phase_outside)
 
+    def expect_other_collectives(self) -> None:
+        """Prepares for backwards with collectives on another communicator ([Note: other collectives in a backward])."""
+        if self._comparison is not None:
+            self._comparison.other_collectives = True
+
     # -- one backward ------------------------------------------------------------------------------------
 
     def open(self) -> None:
@@ -213,8 +219,10 @@ class Cycle:
                 "compiles the model's backward without it"
             )
         self.check_paired()
+        self._starts_early = self._may_start_early
         if self._comparison is not None:
             self._comparison.begin()
+            self._starts_early = self._may_start_early and self._comparison.lets_buckets_start_early()
         self._channel.health.train()
         self.backward.begin()
         self.number += 1
@@ -235,7 +243,7 @@ class Cycle:
         Raises:
             TowersError: it cannot be averaged any more.
         """
-        if not self._starts_early and self._task != current_graph_task_id():
+        if not self._may_start_early and self._task != current_graph_task_id():
             self._nested = True  # a backward within the backward (reentrant checkpoints)
         if not isinstance(slot, DenseSlot):
             slot.arrived = True
@@ -305,7 +313,7 @@ class Cycle:
         with range_("mirrored::average"):
             touched = self._reduce(reduction or self._reduction)
         self._prediction.learn(tuple(b.index for b in self._layout.buckets if touched[b.index]) or (0,))
-        self._starts_early = not self._nested
+        self._may_start_early = not self._nested
         self._enter(State.IDLE)
 
     def _reduce(self, reduction: Reduction) -> list[bool]:

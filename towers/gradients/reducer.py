@@ -31,6 +31,9 @@ class GradientReducer(Protocol):
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
 
+    def expect_other_collectives(self) -> None:
+        """Prepares for backwards that contain collectives of this strategy's layers, on another communicator."""
+
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """Returns a parameter's slot: a place in a bucket, or a sparse slot; None if its gradient is not reduced."""
 

@@ -13,6 +13,14 @@ therefore:
 - A gather is read when it is complete, at the latest when the third backward after its own starts. It only takes effect
   from that backward on, so all towers change at the same one.
 
+[Note: other collectives in a backward] A collective waits on its GPU until all towers have started it. The collectives
+of batch norms over all towers run inside backwards, on their own communicator. If towers use different parameters, a
+bucket can be full on tower 0 before the backward of a batch norm, and on tower 1 only after it. If the host of tower 0
+then waits for its GPU, as memory allocation may do, it waits for the bucket on tower 1, which waits for the batch norm
+on tower 0. Therefore, with such layers, buckets start early only while all towers were seen to use the same parameters.
+If that changes, the towers know it at most 11 backwards later. Until then, they could meet such a wait, which ends in
+the error after ``timeout_seconds``.
+
 On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
 towers' hosts, which had yet to queue their work.
 """
@@ -107,15 +115,20 @@ class Comparison:
 
     Args:
         channel: the towers'.
+
+    Attributes:
+        other_collectives: whether backwards contain collectives on another communicator.
     """
 
     def __init__(self, channel: Communicator) -> None:
+        self.other_collectives = False
         self._channel = channel
         self._number = 0  # of the backward
         self._passed: list[Passed] = []  # since the last gather
         self._unread: deque[tuple[int, Gather]] = deque()  # and the numbers of their backwards
-        self._read: deque[tuple[int, bool]] = deque()  # gathers that decide later: whether all backwards were complete
+        self._read: deque[tuple[int, bool, bool]] = deque()  # gathers that decide later: all complete, all equal
         self._all_complete = False
+        self._all_equal = False  # as far as known, all towers use the same parameters
 
     def difference(self) -> list[bytes] | None:
         """Returns None if towers were in the same backwards, as far as known.
@@ -127,14 +140,21 @@ class Comparison:
             if (texts := gather.difference()) is not None:
                 return texts
             if (complete := gather.was_complete()) is not None:
-                self._read.append((number, complete))
+                self._read.append((number, complete, complete or gather.was_equal()))
         return None
 
     def begin(self) -> None:
         """Notes that a backward begins, after :meth:`difference`."""
         while self._read and self._read[0][0] <= self._number - _AHEAD:  # all towers have read it by now
-            _, self._all_complete = self._read.popleft()
+            _, self._all_complete, self._all_equal = self._read.popleft()
         self._number += 1
+
+    def lets_buckets_start_early(self) -> bool:
+        """Returns whether buckets may start before the backward is over. It changes on all towers at once.
+
+        See [Note: other collectives in a backward].
+        """
+        return self._all_equal or not self.other_collectives
 
     def note(self, passed: Passed) -> None:
         """Notes a backward whose buckets are packed."""
@@ -194,6 +214,11 @@ class Gather:
         """Waits for the other hosts, and returns whether all towers' backwards were complete, or None without any."""
         complete = self._rows()[self._buckets + 2 :: 3]
         return all(bool(row.all()) for row in complete) if complete else None
+
+    def was_equal(self) -> bool:
+        """Waits for the other hosts, and returns whether all towers' flags were gathered and equal."""
+        rows = self._rows()[: self._buckets]
+        return bool(rows) and all(bool((row == row[0]).all()) for row in rows)
 
     def _rows(self) -> Sequence[Tensor]:
         """Returns the rows of all towers, each of shape (towers, bytes)."""
