@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import mirrored
 
@@ -47,13 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_checkpoint(commands)
     _add_doctor(commands)
     _add_new(commands)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    words, others = _split(words) if words[:1] in (["verify"], ["trace"]) else (words, [])
-    parsed = parser.parse_args(words)
+    parsed = parser.parse_args(arguments)
     if parsed.command == "verify":
-        return _verify(parser, parsed, others)
+        return _verify(parser, parsed, {"--towers", "--steps", "--tolerance", "--exact", "--float64"})
     if parsed.command == "trace":
-        return _trace(parser, parsed, others)
+        return _trace(parser, parsed, {"--towers", "--steps", "--output"})
     if parsed.command == "doctor":
         return _doctor(parsed)
     if parsed.command == "checkpoint":
@@ -63,14 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _simulate_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
 
 
-def _add_script(
-    command: argparse.ArgumentParser, script: str = "the script, or with -m the module", rest: bool = True
-) -> None:
+def _add_script(command: argparse.ArgumentParser, script: str = "the script, or with -m the module") -> None:
     command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     command.add_argument("script", help=script)
-    if rest:
-        arguments = command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own")
-        arguments.required = False  # Python 3.11 would require it
+    arguments = command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own")
+    arguments.required = False  # Python 3.11 would require it
+
+
+def _note_options_after_script(parsed: argparse.Namespace, ours: Collection[str]) -> None:
+    """Notes options after the script that the script receives, although the command has them, too."""
+    if parsed.rest[:1] == ["--"]:
+        del parsed.rest[0]
+        return
+    both = [word for word in parsed.rest if word.split("=")[0] in ours]
+    if both:
+        print(
+            f"mirrored: {', '.join(both)} after {parsed.script} is passed to the script; options of mirrored "
+            f"{parsed.command} come before it",
+            file=sys.stderr,
+        )
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -132,23 +140,24 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify = commands.add_parser(
         "verify",
         help="does a script compute the same on several towers as on one, and if not, why",
-        usage="mirrored verify [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
+        usage="mirrored verify [options] [-m] SCRIPT [ARGUMENT …]",
         description="Runs a script on one tower and on several, compares losses, gradients, parameters, buffers, data "
         "and reported values, and names the cause of the first difference. Exit code 0: they are the same; 1: they "
-        "differ, or the script cannot be compared; 2: wrong usage. Arguments after SCRIPT that are not listed here, "
-        "and all arguments after --, are passed to the script.",
+        "differ; 2: verify cannot tell, or wrong usage; 3: the script fails on one tower. Options come before SCRIPT. "
+        "Arguments after SCRIPT are passed to the script.",
         allow_abbrev=False,
     )
     verify.add_argument("--towers", type=int, default=2, help="of the second run (default 2)")
     verify.add_argument("--steps", type=int, default=5, help="of each optimizer that are compared (default 5)")
     verify.add_argument("--exact", action="store_true", help="every bit counts (virtual towers)")
+    verify.add_argument("--float64", action="store_true", help="compute in float64, in which rounding hides less")
     verify.add_argument("--tolerance", type=float, help="largest relative difference (default 1e-4 for float32)")
     verify.add_argument(
         "--devices", type=lambda text: text.split(","), help=("one per tower; default: GPUs, or CPUs if there are none")
     )
     verify.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default 600)")
     verify.add_argument("--show-output", action="store_true", help="show the script's output of each run")
-    _add_script(verify, rest=False)
+    _add_script(verify)
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -181,22 +190,23 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace = commands.add_parser(
         "trace",
         help="one trace of all towers for Perfetto, and where each tower's time went",
-        usage="mirrored trace [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
+        usage="mirrored trace [options] [-m] SCRIPT [ARGUMENT …]",
         description="Runs a script as 'python SCRIPT' does, traces some of its training steps on all towers, and ends "
         "it after them. All workers of a TF_CONFIG cluster, and all ranks of torchrun or srun, run the same command. "
-        "Arguments after SCRIPT that are not listed here, and all arguments after --, are passed to the script.",
+        "Options come before SCRIPT. Arguments after SCRIPT are passed to the script.",
         allow_abbrev=False,
     )
     trace.add_argument("--steps", default="10:13", help="START:STOP, from 1; default 10:13, which are 10, 11 and 12")
     trace.add_argument("--output", default="trace.json", help="the file (default trace.json); .gz compresses it")
     trace.add_argument("--towers", type=int, help="start so many, as 'mirrored run' does; default: the script decides")
     trace.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
-    _add_script(trace, rest=False)
+    _add_script(trace)
     trace.set_defaults(restarts=0, from_the_start=False, min_towers=None, log_dir=None)
 
 
-def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
+def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, ours: Collection[str]) -> int:
     """Traces a script. Without towers or devices, the script replaces this process."""
+    _note_options_after_script(parsed, ours)
     start, _, stop = parsed.steps.partition(":")
     if not (start.isdecimal() and stop.isdecimal() and 1 < int(start) < int(stop)):
         parser.error(f"--steps is {parsed.steps}, but must be START:STOP with 1 < START < STOP, such as 10:13")
@@ -204,7 +214,6 @@ def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argument
     folder = next(parent for parent in output.parents if parent.exists())  # those below it will be created
     if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         parser.error(f"--output is {parsed.output}, but no file can be written there")
-    parsed.rest = arguments
     os.environ["MIRRORED_TRACE"] = f"{start}:{stop}:{os.path.abspath(parsed.output)}"
     if parsed.towers is None and parsed.devices is None:
         program = _program(parser, parsed)
@@ -212,41 +221,13 @@ def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argument
     return _run(parser, parsed)
 
 
-_VALUES = {
-    "verify": ("--towers", "--steps", "--tolerance", "--devices", "--timeout"),
-    "trace": ("--steps", "--output", "--towers", "--devices"),
-}
-_FLAGS = {"verify": ("--exact", "--show-output", "--help"), "trace": ("--help",)}
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits the words into those of ``verify`` or ``trace``, and those of the script.
-
-    The script's words are all words after SCRIPT except the long options of ``verify`` or ``trace``, and all after
-    ``--``.
-    """
-    values, flags = _VALUES[words[0]], _FLAGS[words[0]]
-    ours, others, known = [words[0]], list[str](), False
-    rest = iter(words[1:])
-    for word in rest:
-        if word == "--":
-            others += rest
-        elif word in values:
-            ours += [word, *itertools.islice(rest, 1)]
-        elif not known or word in flags or word.split("=")[0] in values:
-            ours.append(word)
-            known = known or not word.startswith("-")
-        else:
-            others.append(word)
-    return ours, others
-
-
-def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
+def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, ours: Collection[str]) -> int:
     from mirrored.verification import verify
 
-    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "script")}
+    _note_options_after_script(parsed, ours)
+    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "script", "rest")}
     try:
-        report = verify(parsed.script, arguments, **options)
+        report = verify(parsed.script, parsed.rest, **options)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     print(report)

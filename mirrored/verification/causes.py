@@ -33,11 +33,11 @@ def failure(comparison: RunComparison) -> Explanation | None:
     if not raised:
         return None
     for trace in many:
-        if trace.refused_by is not None and trace.raised is not None:
+        if trace.raised is not None and trace.raised.batch_norm is not None:
             return Explanation(
                 Cause.BATCH_NORM,
-                f"batch norm ({trace.refused_by}) takes the statistics of each tower's own examples, which fails where "
-                "a share is a single example; one tower takes those of the whole batch",
+                f"batch norm ({trace.raised.batch_norm}) takes the statistics of each tower's own examples, which "
+                "fails where a share is a single example; one tower takes those of the whole batch",
                 BATCH_NORM_FIX,
                 str(trace.raised),
             )
@@ -107,15 +107,20 @@ def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
 
 
 def nothing_compared(one: Trace) -> Explanation:
-    """Explains that no difference was found, but that there was no step to compare."""
-    what = "no step was compared: the script makes no step of an optimizer"
-    if any(call.trained for call in one.calls):
+    """Explains that no difference was found, but that there was no step to compare, or none that shows anything."""
+    fix = "give verify a script that trains by an optimizer of torch.optim"
+    if one.steps:
+        what = "all gradients are zero or missing in all steps, so that equal runs show nothing"
+        fix = "see why the loss does not depend on the parameters"
+    elif any(call.trained for call in one.calls):
         what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
+    else:
+        what = "no step was compared: the script makes no step of an optimizer"
     if one.results:
         what += f". Of {len(one.results)} results that are reduced or gathered none differs"
-    else:
+    elif not one.steps:
         what += ", and calls neither strategy.reduce nor strategy.gather"
-    return Explanation(Cause.NOTHING_TRAINED, what, "give verify a script that trains by an optimizer of torch.optim")
+    return Explanation(Cause.NOTHING_TRAINED, what, fix)
 
 
 # -- towers that differ from each other ------------------------------------------------------------------

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from mirrored.verification.trace import Loss, Result, RunCall, Sketch, Step, Trace
+from mirrored.verification.trace import Loss, Printed, Result, RunCall, Sketch, Step, Trace
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
 _COARSE = 1e-3  # for half precision and autocast; a further run shows whether larger differences are rounding
@@ -87,6 +89,7 @@ class RunComparison:
         perturbed: the trace of a single tower whose numbers were changed by rounding errors. Differences count only if
             they are well above those between this run and the undisturbed one.
         without: names of buffers that do not count.
+        double: whether both runs computed in float64 although the script does not ask for it.
         usual: the tolerance for the parameters' dtype.
         margin: the multiple of the effect of rounding that still counts as rounding.
         rows: the steps that both runs have made.
@@ -99,6 +102,7 @@ class RunComparison:
     exact: bool = False
     perturbed: Trace | None = None
     without: frozenset[str] = frozenset()
+    double: bool = False
     usual: float = dataclasses.field(init=False)
     margin: float = dataclasses.field(init=False)
     rows: list[ComparedStep] = dataclasses.field(init=False, default_factory=list)
@@ -125,6 +129,12 @@ class RunComparison:
         for call, *shares in zip(self.one.calls, *(trace.calls for trace in self.many), strict=False):
             if call.trained:
                 yield call, shares
+
+    @property
+    def only_zeros(self) -> bool:
+        """Whether all gradients of all steps are zero or missing, so that equal runs show nothing."""
+        gradients = [sketch for step in self.one.steps for sketch in step.gradients.values() if sketch is not None]
+        return not any(sketch.norm for sketch in gradients)
 
     @property
     def cut_short(self) -> bool:
@@ -342,6 +352,86 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
             if amount > (least if comparison.exact else max(least, comparison.margin * rounded)):
                 return alone, together
     return None
+
+
+# -- what the chief prints --------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)(?![\w.]*\w)", re.IGNORECASE)
+_OF_TIME = re.compile(
+    r"^\s?(?:[numµ]?s|secs?|seconds?|min|minutes?|h|hours?|[kmg]i?b|\S*/s|\S*/sec|it/s)\b", re.IGNORECASE
+)
+_TIMED = re.compile(r"\b(?:time|took|elapsed|eta|speed|throughput|memory|pid|port)\b", re.IGNORECASE)
+
+
+class PrintedNumber(NamedTuple):
+    """A number that the chief prints: as text, and the unit of its last digit (0 for an integer)."""
+
+    text: str
+    unit: float
+
+    @property
+    def value(self) -> float:
+        """The number."""
+        return float(self.text)
+
+
+def _numbers_in(line: Printed) -> list[PrintedNumber]:
+    """Returns the numbers of a line, without times, speeds and amounts of memory."""
+    numbers = []
+    for match in _NUMBER.finditer(line.text):
+        if _OF_TIME.match(line.text[match.end() :]) or _TIMED.search(line.text[: match.start()]):
+            continue
+        mantissa, _, exponent = match[0].lower().partition("e")
+        decimals = len(mantissa.partition(".")[2])
+        whole = "." not in mantissa and not exponent
+        numbers.append(PrintedNumber(match[0], 0.0 if whole else 10.0 ** (int(exponent or 0) - decimals)))
+    return numbers
+
+
+def differing_print(
+    comparison: RunComparison, again: Trace | None = None
+) -> tuple[Printed, PrintedNumber, PrintedNumber] | None:
+    """Returns the chief's first line with a number that differs, and the number on one tower and on N.
+
+    Numbers are compared to their last digit, and relative to the largest number at this place. A number that is 1 on
+    one tower and N on N may be the number of towers.
+
+    Args:
+        again: the trace of a further run on one tower. Lines that differ there do not count.
+    """
+    one, many = comparison.one.printed, comparison.many[0].printed
+    unsteady = _places_that_differ(one, again.printed) if again is not None else {}
+    rounded = _places_that_differ(one, comparison.perturbed.printed) if comparison.perturbed is not None else {}
+    sizes: defaultdict[tuple[int | None, int], float] = defaultdict(float)
+    for line in one:
+        for i, number in enumerate(_numbers_in(line)):
+            sizes[line.line, i] = max(sizes[line.line, i], abs(number.value))
+    for alone, together in zip(one, many, strict=False):
+        if (alone.line, alone.steps) != (together.line, together.steps):
+            return None
+        if _NUMBER.sub("", alone.text) != _NUMBER.sub("", together.text):
+            continue
+        for i, (a, b) in enumerate(zip(_numbers_in(alone), _numbers_in(together), strict=False)):
+            place = alone.line, i
+            if a.text == b.text or place in unsteady or (a.value, b.value) == (1, len(comparison.many)):
+                continue
+            allowed = max(a.unit, comparison.margin * rounded.get(place, 0.0))
+            if a.unit:
+                allowed = max(allowed, comparison.tolerance * max(sizes[place], abs(a.value)))
+            if not abs(a.value - b.value) <= 1.01 * allowed:
+                return together, a, b
+    return None
+
+
+def _places_that_differ(one: Sequence[Printed], other: Sequence[Printed]) -> dict[tuple[int | None, int], float]:
+    """Returns the largest difference of the numbers of two runs on one tower, by the script's line and the number's."""
+    places: dict[tuple[int | None, int], float] = {}
+    for first, second in zip(one, other, strict=False):
+        for i, (a, b) in enumerate(zip(_numbers_in(first), _numbers_in(second), strict=False)):
+            if a.text != b.text:
+                place = first.line, i
+                places[place] = max(places.get(place, 0.0), abs(a.value - b.value))
+    return places
 
 
 def _least(comparison: RunComparison, dtype: str) -> float:

@@ -4,6 +4,12 @@
 models within two steps. So no fixed tolerance is suitable. If a difference exceeds the tolerance, a further run on one
 tower changes the results of all modules by rounding errors. Only differences well above their effect count. Learning
 rates and integers have no rounding errors.
+
+[Note: what rounding hides is repeated in float64] A mistake may be as small as the effect of rounding: a mean of means
+over shares of 7 and 6, for example, in a model with BatchNorm. If rounding may explain a difference, both runs are
+repeated in float64, in which it is a billion times smaller. The script does not know: its factories, casts and batches
+give float64 where they would give a smaller floating-point dtype. Initial values are others than in float32, and equal
+in both runs.
 """
 
 from __future__ import annotations
@@ -54,6 +60,9 @@ class Interventions:
         shapes: the shapes of one tower's random numbers, by the numbers of the call of ``run`` and of the draw in it;
             None on one tower.
         rounding: whether the results of modules are changed by rounding errors.
+        double: whether everything is computed in float64.
+        by_hand: whether every backward counts as a step, because the script updates its parameters without an optimizer
+            of torch.
         recorded: whether the run is recorded. Otherwise, the script is only ended after the steps.
     """
 
@@ -65,6 +74,8 @@ class Interventions:
     skip_local_changes: bool = False
     shapes: Mapping[tuple[int, int], tuple[int, ...]] | None = None
     rounding: bool = False
+    double: bool = False
+    by_hand: bool = False
     recorded: bool = True
 
 
@@ -81,6 +92,13 @@ def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[
     totals: Any = replica.all_reduce("sum", padded)
     towers = replica.num_replicas_in_sync
     return {i: towers * local / total if (total := float(totals[i])) else 1.0 for i, local in enumerate(divisors)}
+
+
+def in_double(value: Any) -> Any:
+    """Returns a tensor in float64 if it is real and of another floating-point dtype; anything else is unchanged."""
+    if isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64:
+        return value.double()
+    return value
 
 
 # A sum of many numbers has an error of several units in the last place. A sum in half precision is computed with more

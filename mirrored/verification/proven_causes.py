@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.compare import RunComparison, RunDifference, relative
+from mirrored.verification.compare import PrintedNumber, RunComparison, RunDifference, relative
 from mirrored.verification.interventions import Interventions, LossFactor
 from mirrored.verification.padding import padded_dims
 from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
-from mirrored.verification.trace import Loss, Result, Term, Trace, comparable
+from mirrored.verification.trace import Loss, Printed, Result, Term, Trace, comparable
 
 _LOSS_CAUSES = (
     Cause.LOCAL_MEAN,
@@ -296,6 +296,33 @@ def reported_value(
         fix = "give the part of the loss that does not depend on the batch to mirrored.scale_regularization_loss"
     what = f"training is equal, but {differs}"
     return Explanation(Cause.REPORTED_VALUE, what, fix, "a comparison of the calls' results")
+
+
+def printed_value(
+    comparison: RunComparison,
+    printed: tuple[Printed, PrintedNumber, PrintedNumber],
+    proven: Sequence[Explanation],
+) -> Explanation | None:
+    """Explains why the chief prints another number, although training is equal except for the ``proven`` causes."""
+    line, one, many = printed
+    towers = len(comparison.many)
+    differs = (
+        f"the chief prints {many.text}{at_line(line.line)} after step {line.steps} on {towers} towers, but {one.text} "
+        "on one"
+    )
+    if (evaluation := _evaluation(comparison, differs)) is not None:
+        return evaluation
+    if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
+        return None  # most likely, the loss is printed
+    fix = "combine the towers' values before: strategy.reduce('sum', …) or 'mean', strategy.gather, a metric"
+    if one.value and 0 < many.value / one.value < 1:
+        fix = (
+            "it is computed from this tower's share. For a value of compute_average_loss, a sum or a count, print "
+            "strategy.reduce('sum', value), called on all towers"
+        )
+    return Explanation(
+        Cause.PRINTED_VALUE, f"training is equal, but {differs}", fix, "a comparison of the chief's standard output"
+    )
 
 
 def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:

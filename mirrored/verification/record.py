@@ -34,9 +34,10 @@ from mirrored.data.dataset import MapDataset
 from mirrored.interceptor import Interceptor
 from mirrored.shares import Batch
 from mirrored.verification import draws, padding
-from mirrored.verification.interventions import Interventions, RoundingPerturbation
+from mirrored.verification.interventions import Interventions, RoundingPerturbation, in_double
 from mirrored.verification.trace import (
     Draw,
+    Printed,
     Result,
     RunCall,
     Sketch,
@@ -95,6 +96,14 @@ class StepLimit(Interceptor):
         self.watching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def refused(self) -> str | None:
+        """The BatchNorm layer that could not normalise a share of one example."""
+        return None
+
+    def prints(self, text: str) -> None:
+        """Is called when the script has printed a line."""
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
         """Is called when an optimizer is about to make a step, which is ``compared`` or a further one."""
@@ -224,6 +233,8 @@ class TraceRecorder(StepLimit):
             call.forms = [padding.form_of(tensor) for tensor in tensors]
             if watcher.interventions.padding:
                 args, kwargs = padding.pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
+            if watcher.interventions.double:
+                args, kwargs = trees.map_leaves(in_double, (args, kwargs))
             if not trace.calls or trace.calls[-1].steps != call.steps:
                 call.parameters = {name: digest_of(p) for name, p in self._watcher.modules.parameters.items()}
             trace.calls.append(call)
@@ -276,6 +287,15 @@ class TraceRecorder(StepLimit):
         steps = len(self.trace.steps)
         self.trace.results.append(Result(call, script_line(), steps, tuple(map(float, values)), tuple(dtypes), count))
 
+    @property
+    def refused(self) -> str | None:
+        return self._watcher.refused
+
+    def prints(self, text: str) -> None:
+        """Records a line on standard output."""
+        if not self.beyond:
+            self.trace.printed.append(Printed(text, script_line(), len(self.trace.steps)))
+
     # -- modules -----------------------------------------------------------------------------------------
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -292,7 +312,7 @@ class TraceRecorder(StepLimit):
         stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
         watcher = self._watcher
-        self.trace.autocast |= torch.is_autocast_enabled(watcher.device.type)
+        self.trace.autocast |= torch.is_autocast_enabled(watcher.device.type) and not watcher.interventions.double
         if watcher.call is not None:
             watcher.call.seen_by_model += examples
         if module.training and torch.is_grad_enabled():

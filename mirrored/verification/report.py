@@ -8,14 +8,20 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from mirrored.verification.compare import ComparedStep, RunComparison
+from mirrored.verification.compare import ComparedStep, RunComparison, usual_tolerance
 from mirrored.verification.trace import Raised
 
 _WIDTH = 100
 
 _ROUNDING = (
     "The difference between the towers is at most a few times that of a further run on one tower, in which the "
-    "last bits of all modules' results were changed."
+    "last bits of all modules' results were changed. A mistake may be as small. Runs in float64 would decide, but the "
+    "script fails in them; fewer --steps may, too."
+)
+
+_ENDED = (
+    "The rest was not compared. The script may need the whole loop, which verify ends after the last step: --steps "
+    "compares more. Otherwise the script fails without verify, too."
 )
 
 _NOTES = (
@@ -24,6 +30,7 @@ _NOTES = (
     "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
     "All gradients are averaged in every step of both runs, and exactly: synchronize= or compression= is "
     "ignored, and its effect is not compared.",
+    "All runs computed in float64, in which rounding hides less than in the script's own dtype.",
 )
 
 BATCH_NORM_FIX = (
@@ -65,9 +72,31 @@ class Cause(enum.Enum):
     EVALUATION_PADDING = "evaluation-padding"
     EVALUATION_DROPS = "evaluation-drops"
     REPORTED_VALUE = "reported-value"
+    PRINTED_VALUE = "printed-value"
     STEPS = "number-of-steps"
     ROUNDING = "rounding"
     UNKNOWN = "unknown"
+
+
+class Verdict(enum.IntEnum):
+    """The answer of a verification. The value is the exit code of ``mirrored verify``."""
+
+    SAME = 0
+    DIFFERENT = 1
+    CANNOT_TELL = 2
+    FAILS_ON_ONE_TOWER = 3
+
+
+_VERDICTS = {
+    Cause.FAILS_EVERYWHERE: Verdict.FAILS_ON_ONE_TOWER,
+    Cause.FAILS_ON_ONE: Verdict.FAILS_ON_ONE_TOWER,
+    Cause.FAILS_WHEN_WATCHED: Verdict.CANNOT_TELL,
+    Cause.NOT_REPRODUCIBLE: Verdict.CANNOT_TELL,
+    Cause.NOT_COMPARABLE: Verdict.CANNOT_TELL,
+    Cause.NOTHING_TRAINED: Verdict.CANNOT_TELL,
+    Cause.RANDOM_IN_RUN: Verdict.CANNOT_TELL,
+}
+"""The verdicts of causes. The other causes are differences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +150,9 @@ class VerificationReport:
         results: the number of compared values of ``reduce`` and ``gather``.
         buffers: the number of compared buffers.
         unreached: whether the script was ended before any evaluation ran.
-        rounding: the index of the first step at which rounding alone exceeds the tolerance.
+        float64: whether all runs computed in float64 although the script does not ask for it.
+        rounding: the index of the first step at which rounding alone exceeds the tolerance, so that it may hide a
+            difference.
         ended: the exception with which the script ended because its loop ended early, on one tower as on N.
     """
 
@@ -138,13 +169,23 @@ class VerificationReport:
     results: int
     buffers: int
     unreached: bool
+    float64: bool
     rounding: int | None
     ended: Raised | None
 
     @property
+    def verdict(self) -> Verdict:
+        """The answer. Of several findings, a difference counts most."""
+        if self.findings:
+            verdicts = {_VERDICTS.get(cause, Verdict.DIFFERENT) for cause in self.causes}
+            return min(verdicts)
+        undecided = self.ended is not None or self.rounding is not None
+        return Verdict.CANNOT_TELL if undecided else Verdict.SAME
+
+    @property
     def equal(self) -> bool:
-        """Whether nothing differs and no mistake was found."""
-        return not self.findings
+        """Whether towers were shown to compute the same as one."""
+        return self.verdict is Verdict.SAME
 
     @property
     def causes(self) -> tuple[Cause, ...]:
@@ -153,8 +194,8 @@ class VerificationReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, otherwise 1. Also 1 without a result: no step to compare, or an end with an exception."""
-        return 0 if self.equal and self.ended is None else 1
+        """0: the same; 1: different; 2: verify cannot tell; 3: the script fails on one tower."""
+        return int(self.verdict)
 
     def __str__(self) -> str:
         limit = "to the bit" if self.exact else f"within {self.tolerance:g}"
@@ -162,19 +203,15 @@ class VerificationReport:
         lines = [f"{self.script} on 1 tower and on {self.towers}: {steps} compared {limit}"]
         if self.rows:
             lines += ["", *self._table()]
-        notes = self.dropouts, self.followed, self.whole_batches, self.averaging
+        notes = self.dropouts, self.followed, self.whole_batches, self.averaging, self.float64
         for note, applies in zip(_NOTES, notes, strict=True):
             lines += ["", note] if applies else []
         if self.ended is not None:
             where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
-            text = (
-                f"{where}. The rest was not compared. The script may need the whole loop, which verify ends "
-                "after the last step: --steps compares more. Otherwise the script fails without verify, too."
-            )
-            lines += ["", *_wrapped("The script ends in ", text)]
-        if self.equal:
+            lines += ["", *_wrapped("Cannot tell: the script ends in ", f"{where}. {_ENDED}")]
+        if not self.findings:
             lines += ["", *self._equality(limit)]
-        if self.unreached and self.equal:
+        if self.unreached and not self.findings:
             text = (
                 f"verify ends the script when it tries to continue after {steps}, and no evaluation ran before "
                 "that. The rest was not compared: use more --steps, or fewer in the script."
@@ -190,12 +227,13 @@ class VerificationReport:
     def _equality(self, limit: str) -> list[str]:
         if self.rounding is not None:
             text = f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
-            return _wrapped("The same, as far as rounding lets one see: ", text)
+            return _wrapped("Cannot tell: ", text)
         others = [f"the {self.results} results that are reduced or gathered"] if self.results else []
         others += [plural(self.buffers, "buffer")] if self.buffers else []
         also = f", and so are {' and '.join(others)}" if others else ""
         losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
-        return [f"The same: {losses}gradients and parameters are equal {limit}{also}."]
+        head = "The same" if self.ended is None else "Until then"
+        return [f"{head}: {losses}gradients and parameters are equal {limit}{also}."]
 
     def _table(self) -> list[str]:
         several = len({row.optimizer for row in self.rows}) > 1
@@ -218,6 +256,9 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
     one, many, first = comparison.one, comparison.many, comparison.first
     left_out = one.left_out.union(*(trace.left_out for trace in many))
     rows = tuple(row for row in comparison.rows if first is None or row.step <= first.step)
+    taken = comparison.cut_short and one.raised is not None and one.raised.kind == "StopIteration"  # next(batches)
+    much = max(comparison.tolerance, usual_tolerance("float32"))  # in float64, smaller differences are no mistakes
+    hidden = (row.step for row in rows if row.rounding and max(row.amounts.values()) > much)
     return VerificationReport(
         script=script,
         towers=len(many),
@@ -234,9 +275,10 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         averaging="averaging" in left_out,
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
-        unreached=one.stopped,
-        rounding=next((row.step for row in rows if row.rounding), None) if not comparison.exact else None,
-        ended=one.raised if comparison.cut_short else None,
+        unreached=one.stopped or taken,
+        float64=comparison.double,
+        rounding=None if comparison.exact else next(hidden, None),
+        ended=one.raised if comparison.cut_short and not taken else None,
     )
 
 

@@ -289,14 +289,35 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
+class Printed:
+    """A line on standard output.
+
+    Attributes:
+        text: the line.
+        line: the script's line that ended it.
+        steps: the number of optimizer steps before.
+    """
+
+    text: str
+    line: int | None
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Raised:
-    """The exception that ended the script, and whether it is a ``consequence`` of another tower's end."""
+    """The exception that ended the script.
+
+    Attributes:
+        consequence: whether it follows from another tower's end.
+        batch_norm: the BatchNorm layer that could not normalise a share of one example.
+    """
 
     kind: str
     text: str
     traceback: str
     line: int | None
     consequence: bool
+    batch_norm: str | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
@@ -320,10 +341,10 @@ class Trace:
         evaluated_models: digests of the parameters of each outermost module that was called outside of training, by the
             number of steps before and the module's name.
         results: the results of ``strategy.reduce`` and ``strategy.gather``.
+        printed: the lines on standard output.
         pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
             number of examples.
         left_out: the features that were left out: "dropout", "averaging".
-        refused_by: the BatchNorm layer that could not normalise a share of one example.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
         raised: the exception that ended the script.
         cut: whether a loop was ended early, because the last step to be compared was made.
@@ -341,9 +362,9 @@ class Trace:
     evaluated: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
+    printed: list[Printed] = dataclasses.field(default_factory=list)
     pairs: dict[int | None, int] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
-    refused_by: str | None = None
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
     cut: bool = False

@@ -7,13 +7,15 @@ import dataclasses
 import gc
 import importlib.util
 import inspect
+import io
 import os
 import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
+from typing import Any, TextIO
 
 import torch
 
@@ -43,6 +45,7 @@ def verify(
     towers: int = 2,
     steps: int = 5,
     exact: bool = False,
+    float64: bool = False,
     tolerance: float | None = None,
     devices: Sequence[str] | None = None,
     module: bool = False,
@@ -68,6 +71,8 @@ def verify(
         towers: the number of towers of the second run, at least 2.
         steps: the number of compared steps of each optimizer.
         exact: whether bits are compared (virtual towers).
+        float64: whether all runs compute in float64. Otherwise, only those that decide about a difference that may be
+            rounding do.
         tolerance: the largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
             1e-3 for half precision and autocast. Larger differences count only if they are well above the effect of
             rounding in another run on one tower. Learning rates and integers must be equal.
@@ -104,8 +109,10 @@ def verify(
     job = ScriptJob(file, tuple(args), name if module else None, steps, chosen, threads, timeout, show_output)
 
     def rerun(count: int, interventions: Interventions) -> Sequence[Trace] | None:
+        double = float64 or interventions.double
+        changed = dataclasses.replace(interventions, double=double, shapes=shapes if count > 1 else None)
         try:
-            traces = job.run(count, dataclasses.replace(interventions, shapes=shapes if count > 1 else None))
+            traces = job.run(count, changed)
         except errors.TowerFailedError:
             return None
         harmless = interventions.recorded  # an exception after a loop that ended early
@@ -114,13 +121,15 @@ def verify(
 
     count, shapes = 1, None
     try:
-        [one] = job.run(1)
+        [one] = job.run(1, Interventions(double=float64))
         count, shapes = towers, draws.shapes_of(one)
-        many = job.run(towers, Interventions(shapes=shapes))
+        many = job.run(towers, Interventions(shapes=shapes, double=float64))
     except errors.TowerFailedError as error:
         nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)
         return make_report(name, nothing, [_ended(count, error)])
     comparison, explanations = compare(one, many, tolerance, exact), list[Explanation]()
+    if float64:
+        comparison = dataclasses.replace(comparison, double=True)
     if not job.kept:
         comparison, explanations = explain(comparison, rerun)
     if job.kept:  # read in the first runs, or in another run
@@ -207,11 +216,14 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     sys.argv = [job.script, *job.arguments]
     sys.path.insert(0, os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
     torch.compiler.set_stance("force_eager")  # hooks run inside a compiled step
+    if interventions.double:
+        torch.set_default_dtype(torch.float64)
     gc.freeze()  # the recorder searches only the script's objects, not older ones
     recorder = (
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )
     intercept(recorder)
+    sys.stdout = _Output(sys.stdout, recorder.prints)
     with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting
@@ -226,10 +238,42 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
         pass
     except SystemExit as error:
         if error.code not in (None, 0):
-            recorder.trace.raised = _raised(error, job.script)
+            recorder.trace.raised = _raised(error, job.script, recorder.refused)
     except Exception as error:
-        recorder.trace.raised = _raised(error, job.script)
+        recorder.trace.raised = _raised(error, job.script, recorder.refused)
     return recorder.trace
+
+
+class _Output(io.TextIOBase):
+    """Standard output that reports every complete line.
+
+    Args:
+        stream: receives the text.
+        report: is called with each line.
+    """
+
+    def __init__(self, stream: TextIO, report: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._report = report
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._report(line)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 def _silence() -> None:
@@ -241,7 +285,7 @@ def _silence() -> None:
     os.close(nowhere)
 
 
-def _raised(error: BaseException, script: str) -> Raised:
+def _raised(error: BaseException, script: str, refused: str | None) -> Raised:
     frames = traceback.extract_tb(error.__traceback__)
     modules = seeds, errors, torch
     packages = tuple(os.path.dirname(inspect.getfile(module)) + os.sep for module in modules)
@@ -249,4 +293,4 @@ def _raised(error: BaseException, script: str) -> Raised:
     kind = type(error).__name__
     text = "".join(traceback.format_list(of_script or frames))
     line = of_script[-1].lineno if of_script and of_script[-1].filename == script else None
-    return Raised(kind, str(error), f"{text}{kind}: {error}", line, failure.is_peer_lost(error))
+    return Raised(kind, str(error), f"{text}{kind}: {error}", line, failure.is_peer_lost(error), refused)

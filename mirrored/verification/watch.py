@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from mirrored.context import current_frame, current_replica
 from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 from mirrored.verification import draws
-from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors
+from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import tensors_of
 from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
@@ -143,6 +144,21 @@ class Modules:
                         yield ".".join(filter(None, (name, path, key))), buffer
 
 
+class ByHand(Optimizer):
+    """An optimizer whose steps change nothing: its hooks record the gradients of a script without optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+
+    def step_on(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Makes a step of the parameters that have gradients."""
+        self.param_groups[0]["params"] = [p for p in parameters if p.grad is not None]
+        self.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Changes nothing."""
+
+
 class Watcher(TorchFunctionMode):
     """Records the script's actions inside the context, and applies the run's interventions.
 
@@ -161,6 +177,8 @@ class Watcher(TorchFunctionMode):
         batch_norms: layers that used only this tower's statistics since the last step.
         stepping: whether an optimizer's step is running.
         drawn: the state of torch's generators after the last draw in ``run`` that was noticed.
+        refused: the BatchNorm layer that could not normalise a share of one example.
+        by_hand: makes the steps of a script that updates its parameters itself.
     """
 
     def __init__(self, trace: Trace, interventions: Interventions) -> None:
@@ -173,6 +191,8 @@ class Watcher(TorchFunctionMode):
         self.batch_norms: dict[str, None] = {}
         self.stepping = False
         self.drawn = ""
+        self.refused: str | None = None
+        self.by_hand = ByHand()
         self._accumulated = False  # whether the last backward was in no_sync, so that gradients are this tower's own
         self._gather: LabelledGather | None = None  # for global BatchNorm
 
@@ -191,6 +211,12 @@ class Watcher(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        result = self._watch(func, args, named)
+        if not self.interventions.double or _shares_memory(result, args, named):
+            return result
+        return in_double(result)
+
+    def _watch(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if in_a_graph():
             return func(*args, **named)
         name = getattr(func, "__name__", "")
@@ -246,6 +272,8 @@ class Watcher(TorchFunctionMode):
                 handle.remove()
         frame = current_frame()
         self._accumulated = frame is not None and frame.strategy.accumulates
+        if self.call is not None and self.interventions.by_hand and not self._accumulated:
+            self.by_hand.step_on(p for _, root in self.modules.roots() for p in root.parameters())
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
         """Returns the factors by which this run multiplies a whole loss, and some of several summands."""
@@ -272,7 +300,7 @@ class Watcher(TorchFunctionMode):
         try:
             return F.batch_norm(x, mean, variance, training=training, **others)
         except ValueError:  # a share of one example has no variance
-            self.trace.refused_by = layer
+            self.refused = layer
             raise
 
     def _dropout(self, func: Any, value: Tensor, p: float, training: bool, inplace: bool) -> Any:
@@ -324,6 +352,15 @@ class Watcher(TorchFunctionMode):
             followed = draws.draw_as_one_tower(name, result, args, kwargs, draw)
             call.draws.append(Draw(name, script_line(), state, local, followed=followed))
         return result
+
+
+def _shares_memory(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call's result is one of its first arguments, or a view of it."""
+    if not isinstance(result, Tensor):
+        return False
+    memory = [memory_of(given) for given in (*args[:1], kwargs.get("out")) if isinstance(given, Tensor)]
+    address = memory_of(result)
+    return bool(address) and address in memory
 
 
 def _writes(name: str, func: Any) -> bool:

@@ -39,8 +39,9 @@ def script(folder: pathlib.Path, strategy: str) -> str:
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_path: pathlib.Path) -> None:
     strategy, before, options = STRATEGIES[way]
-    words = ["mirrored", *before, "trace", *options, script(tmp_path, strategy), "2", "--steps", "3:5"]
-    ended = run_command([*words, "--output", "out.json"], cwd=str(tmp_path), code=0)
+    options = [*options, "--steps", "3:5", "--output", "out.json"]
+    words = ["mirrored", *before, "trace", *options, script(tmp_path, strategy), "2"]
+    ended = run_command(words, cwd=str(tmp_path), code=0)
     assert "trace of steps 3 to 4" in ended.stdout
     assert "slowest: tower" in ended.stdout
     assert "the end" not in ended.stdout
@@ -55,7 +56,7 @@ def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_pa
 @pytest.mark.row(77)
 def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
     path = script(tmp_path, "MirroredStrategy(devices=['cpu:0', 'cpu:1'])")
-    ended = run_command(["mirrored", "trace", path, "1", "--steps=9:12"], cwd=str(tmp_path), code=0)
+    ended = run_command(["mirrored", "trace", "--steps=9:12", path, "1"], cwd=str(tmp_path), code=0)
     assert "the end" in ended.stdout
     said = "mirrored trace: the script ended after 8 training steps, so steps 9 to 11 have not been traced"
     assert ended.stderr.count(said) == 1
@@ -79,7 +80,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as ended:
-        cli.main(["trace", __file__, f"--output={tmp_path / output}"])
+        cli.main(["trace", f"--output={tmp_path / output}", __file__])
     assert ended.value.code == 2
     assert "but no file can be written there" in capsys.readouterr().err
 
@@ -88,7 +89,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
 @pytest.mark.parametrize("steps", ["13:10", "10", "1:3", "10:x", ":", "-3:5"])
 def test_wrong_steps_are_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["trace", __file__, f"--steps={steps}"])
+        cli.main(["trace", f"--steps={steps}", __file__])
     assert ended.value.code == 2
     assert f"--steps is {steps}, but must be START:STOP" in capsys.readouterr().err
 
@@ -189,7 +190,7 @@ def test_every_loop_counts_the_same_steps(loop: str, towers: int, tmp_path: path
     if script is not RUNS and importlib.util.find_spec(loop.partition(",")[0].lower()) is None:
         pytest.skip("scripts/test --extras has it")
     (tmp_path / "train.py").write_text(script)
-    words = ["mirrored", "trace", "--towers", str(towers), "train.py", "--steps", "3:5", "--output", "out.json"]
+    words = ["mirrored", "trace", "--towers", str(towers), "--steps", "3:5", "--output", "out.json", "train.py"]
     ended = run_command(words, cwd=str(tmp_path), code=0)
     assert "trace of steps 3 to 4" in ended.stdout
     assert ended.stdout.count("batch") == batches  # of the chief; the script ends at the end of step 4

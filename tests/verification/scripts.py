@@ -90,6 +90,28 @@ BUFFERS = RIGHT.but(
     examples=48,
 )
 
+BY_HAND = IN_ORDER.but(
+    model="nn.Linear(5, 3)",
+    optimizer="None",
+    begin="model.zero_grad()",
+    update="""\
+loss.backward()
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+return loss.detach()""",
+    epochs="1",
+    run='strategy.reduce("sum", strategy.run(train_step, args=batch))',
+)
+
+DEEP = """\
+nn.Sequential(
+    nn.Linear(5, 16),
+    *(module for _ in range(30) for module in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())),
+    nn.Linear(16, 3),
+)"""
+"""A model that amplifies rounding errors."""
+
 PADDED = RIGHT.but(
     Cause.EVALUATION_PADDING,
     after="""\
@@ -231,6 +253,7 @@ if strategy.is_chief:
     ),
     "sync batch norm of 27": SYNC_BATCH_NORM.but(Cause.LOCAL_MEAN, examples=27),
     # Sums, which averaging over the towers divides; right where gradients are summed, as in TensorFlow.
+    "sum by hand": BY_HAND.but(Cause.SUM_LOSS, loss=SUM),
     "sum": REDUCED.but(Cause.SUM_LOSS, loss=f"{LOSSES}.sum()"),
     "sum and penalty": IN_ORDER.but(
         Cause.SUM_LOSS,
@@ -358,22 +381,56 @@ for _ in range(strategy.num_replicas_in_sync):
     "mean of shares": SHORT.but(
         Cause.REPORTED_VALUE, run='loss = strategy.run(train_step, args=batch)\nstrategy.reduce("mean", loss)'
     ),
+    "hidden by rounding": RIGHT.but(  # in float32, a mean of means over shares of 7 and 6
+        Cause.LOCAL_MEAN,
+        scope="strategy.scope(sync_batch_norm=True)",
+        model=DEEP,
+        optimizer="torch.optim.Adam(model.parameters(), lr=0.1)",
+        examples=65,
+        train="strategy.distribute_dataset(data, 13, shuffle=True)",
+        loss="F.cross_entropy(model(x), y)",
+        words="All runs computed in float64",
+    ),
+    "rounding alone": RIGHT.but(
+        scope="strategy.scope(sync_batch_norm=True)",
+        model=DEEP,
+        optimizer="torch.optim.Adam(model.parameters(), lr=0.1)",
+        examples=65,
+        train="strategy.distribute_dataset(data, 13, shuffle=True)",
+        words="All runs computed in float64",
+    ),
+    # What the chief prints.
+    "prints a share": RIGHT.but(
+        Cause.PRINTED_VALUE, evaluation="print('loss', float(loss))", words="print strategy.reduce('sum', value)"
+    ),
+    "prints a count": RIGHT.but(
+        Cause.PRINTED_VALUE,
+        evaluation="""right = 0
+for x, y in train:
+    with torch.no_grad():
+        right += int((model(x).argmax(1) == y).sum())
+print(f"{right} of {len(inputs)}")""",
+        words="print strategy.reduce('sum', value)",
+    ),
+    "prints what may differ": RIGHT.but(
+        run="loss = strategy.reduce('sum', strategy.run(train_step, args=batch))",
+        evaluation="""seconds = time.perf_counter() / strategy.num_replicas_in_sync
+print(f"{strategy.num_replicas_in_sync} towers, epoch {epoch}: loss {float(loss):.4f}, {seconds:.0f} s")
+print(f"{8 / seconds:.1f} examples/s, took {seconds}", f"ratio {time.perf_counter():.3f}")""",
+    ),
+    "evaluated by the chief": RIGHT.but(
+        evaluation="""if strategy.is_chief:
+    model.eval()
+    with torch.no_grad():
+        print("accuracy", float((model(inputs).argmax(1) == targets).float().mean()))
+    model.train()""",
+    ),
+    "no gradients": RIGHT.but(
+        Cause.NOTHING_TRAINED, loss=AVERAGE.format(f"0 * {LOSSES}"), words="all gradients are zero"
+    ),
     "epochs": SHORT.but(Cause.STEPS, epochs="4 // strategy.num_replicas_in_sync", steps=20),
     "no training": SHORT.but(Cause.NOTHING_TRAINED, epochs="0"),
-    "no steps": IN_ORDER.but(
-        Cause.NOTHING_TRAINED,
-        model="nn.Linear(5, 3)",
-        optimizer="None",
-        begin="model.zero_grad()",
-        update="""\
-loss.backward()
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter -= 0.1 * parameter.grad
-return loss.detach()""",
-        epochs="1",
-        run='strategy.reduce("sum", strategy.run(train_step, args=batch))',
-    ),
+    "steps by hand": BY_HAND,
     # Runs that end before their time, or cannot be compared.
     "error everywhere": SHORT.but(Cause.FAILS_EVERYWHERE, before='raise ValueError("planned failure")'),
     "error on one": SHORT.but(Cause.FAILS_ON_ONE, strategy=failing("strategy.num_replicas_in_sync == 1")),
