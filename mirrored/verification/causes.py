@@ -123,6 +123,24 @@ def nothing_compared(one: Trace) -> Explanation:
     return Explanation(Cause.NOTHING_TRAINED, what, fix)
 
 
+def unseeded(comparison: RunComparison) -> Explanation:
+    """Explains that towers draw different random numbers before the strategy is created."""
+    first = comparison.first
+    if (failed := failure(comparison)) is not None:
+        shown = failed.what
+    elif first is not None:
+        shown = f"the {first.kind} of step {first.step + 1} is not that of one tower"
+    else:
+        shown = "the towers' data or results are not those of one tower"
+    return Explanation(
+        Cause.UNSEEDED,
+        f"each tower draws its own random numbers above the strategy, where nothing seeds them: {shown}",
+        "seed them first (torch.manual_seed, random.seed, numpy.random.seed), or create the strategy before: below it, "
+        "all towers draw the same",
+        "a further run in which all towers started with one seed",
+    )
+
+
 # -- towers that differ from each other ------------------------------------------------------------------
 
 

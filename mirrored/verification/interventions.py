@@ -5,6 +5,10 @@ models within two steps. So no fixed tolerance is suitable. If a difference exce
 tower changes the results of all modules by rounding errors. Only differences well above their effect count. Learning
 rates and integers have no rounding errors.
 
+[Note: random numbers above the strategy] Until a script creates its strategy, each process draws its own random
+numbers, unless the script seeds them. In the first run on N towers, each tower has another seed until then. If that run
+differs from one tower's, and a further run with one seed does not, the numbers should have been seeded.
+
 [Note: what rounding hides is repeated in float64] A mistake may be as small as the effect of rounding: a mean of means
 over shares of 7 and 6, for example, in a model with BatchNorm. If rounding may explain a difference, both runs are
 repeated in float64, in which it is a billion times smaller. The script does not know: its factories, casts and batches
@@ -63,6 +67,8 @@ class Interventions:
         double: whether everything is computed in float64.
         by_hand: whether every backward counts as a step, because the script updates its parameters without an optimizer
             of torch.
+        one_seed: whether all towers start with one seed. Otherwise, those other than tower 0 start with seeds of their
+            own, as without verify.
         recorded: whether the run is recorded. Otherwise, the script is only ended after the steps.
     """
 
@@ -76,6 +82,7 @@ class Interventions:
     rounding: bool = False
     double: bool = False
     by_hand: bool = False
+    one_seed: bool = False
     recorded: bool = True
 
 

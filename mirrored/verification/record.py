@@ -94,6 +94,7 @@ class StepLimit(Interceptor):
         self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
         self._may_step = False
         self.watching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._drawn_at_start = _generators()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -116,7 +117,9 @@ class StepLimit(Interceptor):
         return any(made >= (self._limit if steps is None else steps) for made in self._steps.values())
 
     def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
-        """Returns the devices of this run, regardless of the script's."""
+        """Returns the devices of this run, regardless of the script's. A strategy is about to be created."""
+        if _generators() != self._drawn_at_start:
+            self.trace.left_out.add("seeds")
         return os.environ[DEVICES].split(",")
 
     def averaging(self, requested: Any) -> None:
@@ -168,6 +171,10 @@ class StepLimit(Interceptor):
         if optimizer in self._steps and not _does_nothing(optimizer):
             self._steps[optimizer] += 1
             self.after_step(optimizer, self._steps[optimizer] <= self._limit)
+
+
+def _generators() -> tuple[str, dict[str, int]]:
+    return draws.generator_state(torch.device("cpu")), draws.other_generators()
 
 
 def _does_nothing(optimizer: Optimizer) -> bool:

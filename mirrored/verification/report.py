@@ -57,6 +57,7 @@ class Cause(enum.Enum):
     PADDING = "padding"
     LOSS_SCALE = "loss-scale"
     BATCH_NORM = "batch-norm"
+    UNSEEDED = "unseeded"
     SHARED_RANDOM_STREAM = "shared-random-stream"
     RANDOM_IN_RUN = "random-in-run"
     PAIRS_OF_EXAMPLES = "pairs-of-examples"

@@ -344,7 +344,8 @@ class Trace:
         printed: the lines on standard output.
         pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
             number of examples.
-        left_out: the features that were left out: "dropout", "averaging".
+        left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
+            seeded, above the strategy.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
         raised: the exception that ended the script.
         cut: whether a loop was ended early, because the last step to be compared was made.

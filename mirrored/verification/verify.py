@@ -212,7 +212,7 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     if not job.show:
         _silence()
     os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
-    seeds.seed_all(_SEED)
+    seeds.seed_all(_SEED if interventions.one_seed else _SEED + int(os.environ["RANK"]))
     sys.argv = [job.script, *job.arguments]
     sys.path.insert(0, os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
     torch.compiler.set_stance("force_eager")  # hooks run inside a compiled step

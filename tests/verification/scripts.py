@@ -284,6 +284,18 @@ if strategy.is_chief:
         begin="torch.manual_seed(seed)\noptimizer.zero_grad()",
         run="strategy.run(train_step, args=(*batch, 1000 * epoch + step))",
     ),
+    "weights above": SHORT.but(  # from which targets are made
+        Cause.UNSEEDED, before="true = torch.randn(5, 3)", data="TensorDataset(inputs, (inputs @ true).argmax(1))"
+    ),
+    "split above": SHORT.but(
+        Cause.UNSEEDED,
+        before="import random\n\norder = list(range(24))\nrandom.shuffle(order)",
+        data="TensorDataset(inputs[order[:16]], targets[order[:16]])",
+    ),
+    "seeded above": SHORT.but(
+        before="torch.manual_seed(1)\ntrue = torch.randn(5, 3)",
+        data="TensorDataset(inputs, (inputs @ true).argmax(1))",
+    ),
     "random order": SHORT.but(Cause.RANDOM_IN_RUN, loss=AVERAGE.format(f"{LOSSES} * (1 + torch.randperm(len(x)))")),
     "spread of the share": SHORT.but(
         Cause.UNKNOWN, begin=f"optimizer.zero_grad()\nlosses = {LOSSES}", loss=AVERAGE.format("losses / losses.std()")
