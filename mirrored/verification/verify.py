@@ -275,6 +275,14 @@ class _Output(io.TextIOBase):
     def isatty(self) -> bool:
         return self._stream.isatty()
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
+
 
 def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)

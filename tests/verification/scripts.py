@@ -425,6 +425,7 @@ print(f"{right} of {len(inputs)}")""",
         words="print strategy.reduce('sum', value)",
     ),
     "prints what may differ": RIGHT.but(
+        before="import sys\n\nsys.stdout.reconfigure(errors='replace')\nprint('ä'.encode(sys.stdout.encoding))",
         run="loss = strategy.reduce('sum', strategy.run(train_step, args=batch))",
         evaluation="""seconds = time.perf_counter() / strategy.num_replicas_in_sync
 print(f"{strategy.num_replicas_in_sync} towers, epoch {epoch}: loss {float(loss):.4f}, {seconds:.0f} s")
