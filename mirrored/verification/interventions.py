@@ -67,8 +67,8 @@ class Interventions:
         double: whether everything is computed in float64.
         by_hand: whether every backward counts as a step, because the script updates its parameters without an optimizer
             of torch.
-        one_seed: whether all towers start with one seed. Otherwise, those other than tower 0 start with seeds of their
-            own, as without verify.
+        one_seed: whether all towers start with one seed. Otherwise, each tower starts with another one, as without
+            verify.
         recorded: whether the run is recorded. Otherwise, the script is only ended after the steps.
     """
 

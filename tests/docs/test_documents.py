@@ -279,7 +279,7 @@ def test_the_commands_exist() -> None:
     for command, options in known.items():
         section = text.partition(f"## mirrored {command}")[2].partition("\n## ")[0]
         assert section, f"{command} is not in docs/reference/commands.md"
-        assert options == set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", section)) - {"--"}, command
+        assert options == set(re.findall(r"(?<![\w-])(--?[a-z][a-z0-9-]*)", section)) - {"--"}, command
 
 
 def test_every_script_and_benchmark_is_in_the_reference() -> None:
