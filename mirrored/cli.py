@@ -8,7 +8,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import mirrored
 
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_new(commands)
     parsed = parser.parse_args(arguments)
     if parsed.command == "verify":
-        return _verify(parser, parsed, {"--towers", "--steps", "--tolerance", "--exact", "--float64"})
+        return _verify(parser, parsed)
     if parsed.command == "trace":
-        return _trace(parser, parsed, {"--towers", "--steps", "--output"})
+        return _trace(parser, parsed)
     if parsed.command == "doctor":
         return _doctor(parsed)
     if parsed.command == "checkpoint":
@@ -67,18 +67,18 @@ def _add_script(command: argparse.ArgumentParser, script: str = "the script, or 
     arguments.required = False  # Python 3.11 would require it
 
 
-def _note_options_after_script(parsed: argparse.Namespace, ours: Collection[str]) -> None:
-    """Notes options after the script that the script receives, although the command has them, too."""
-    if parsed.rest[:1] == ["--"]:
-        del parsed.rest[0]
-        return
-    both = [word for word in parsed.rest if word.split("=")[0] in ours]
+def _arguments_of_script(parsed: argparse.Namespace) -> list[str]:
+    """Returns the arguments after SCRIPT. If the command has options of the same names, a note is printed."""
+    rest: list[str] = parsed.rest[parsed.rest[:1] == ["--"] :]  # argparse of some Python versions keeps it
+    own = {f"--{name.replace('_', '-')}" for name in vars(parsed)} - {"--rest", "--script", "--command", "--module"}
+    both = [word for word in rest if word.split("=")[0] in own]
     if both:
         print(
             f"mirrored: {', '.join(both)} after {parsed.script} is passed to the script; options of mirrored "
             f"{parsed.command} come before it",
             file=sys.stderr,
         )
+    return rest
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -201,12 +201,11 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace.add_argument("--towers", type=int, help="start so many, as 'mirrored run' does; default: the script decides")
     trace.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
     _add_script(trace)
-    trace.set_defaults(restarts=0, from_the_start=False, min_towers=None, log_dir=None)
 
 
-def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, ours: Collection[str]) -> int:
+def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     """Traces a script. Without towers or devices, the script replaces this process."""
-    _note_options_after_script(parsed, ours)
+    parsed.rest = _arguments_of_script(parsed)
     start, _, stop = parsed.steps.partition(":")
     if not (start.isdecimal() and stop.isdecimal() and 1 < int(start) < int(stop)):
         parser.error(f"--steps is {parsed.steps}, but must be START:STOP with 1 < START < STOP, such as 10:13")
@@ -218,16 +217,17 @@ def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, ours: Co
     if parsed.towers is None and parsed.devices is None:
         program = _program(parser, parsed)
         os.execv(program[0], program)
+    vars(parsed).update(restarts=0, from_the_start=False, min_towers=None, log_dir=None)
     return _run(parser, parsed)
 
 
-def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, ours: Collection[str]) -> int:
+def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     from mirrored.verification import verify
 
-    _note_options_after_script(parsed, ours)
+    arguments = _arguments_of_script(parsed)
     options = {name: value for name, value in vars(parsed).items() if name not in ("command", "script", "rest")}
     try:
-        report = verify(parsed.script, parsed.rest, **options)
+        report = verify(parsed.script, arguments, **options)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     print(report)

@@ -85,7 +85,7 @@ class Towers:
         self._report_file("")
 
     def _report_file(self, following: str) -> None:
-        """Prints on tower 0 how long the file has taken whose last test has ended, if another file follows."""
+        """Prints a file's results and seconds on tower 0, when the following file starts or the tests end."""
         if following == self._file:
             return
         if self._file and (self._strategy is None or self._strategy.is_chief):

@@ -85,6 +85,7 @@ def _is_better(after: RunComparison, before: RunComparison) -> bool:
 
 
 def _explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
+    """Returns the same as :func:`explain`, for towers that draw the same random numbers above the strategy."""
     if not strict.one.steps and any(call.trained for call in strict.one.calls):
         strict, rerun = _again(strict, rerun, _by_hand) or (strict, rerun)
     one, many = strict.one, strict.many
@@ -108,7 +109,7 @@ def _explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[E
         unsteady = _not_reproducible(one, rerun, _BEYOND_ROUNDING * comparison.tolerance)
         if unsteady is not None:
             return shown, [*explanations, unsteady]
-        # see [Note: what rounding hides is repeated in float64]; if it fails, the report says so
+        # see [Note: what rounding hides is repeated in float64]
         if not strict.exact and not strict.double and strict.usual >= usual_tolerance("float32"):
             again = _again(strict, rerun, _in_double)
             if again is not None:

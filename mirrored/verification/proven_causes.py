@@ -314,11 +314,11 @@ def printed_value(
         return evaluation
     if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
         return None  # most likely, the loss is printed
-    fix = "combine the towers' values before: strategy.reduce('sum', …) or 'mean', strategy.gather, a metric"
-    if one.value and 0 < many.value / one.value < 1:
+    fix = "combine the towers' values before printing, with strategy.reduce, strategy.gather or a metric"
+    if one.value and 0 < many.value / one.value < 1.5 / towers:
         fix = (
-            "it is computed from this tower's share. For a value of compute_average_loss, a sum or a count, print "
-            "strategy.reduce('sum', value), called on all towers"
+            "print strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "
+            "tower's share only (a value of compute_average_loss, a sum or a count)"
         )
     return Explanation(
         Cause.PRINTED_VALUE, f"training is equal, but {differs}", fix, "a comparison of the chief's standard output"

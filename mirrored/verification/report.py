@@ -15,8 +15,8 @@ _WIDTH = 100
 
 _ROUNDING = (
     "The difference between the towers is at most a few times that of a further run on one tower, in which the "
-    "last bits of all modules' results were changed. A mistake may be as small. Runs in float64 would decide, but the "
-    "script fails in them; fewer --steps may, too."
+    "last bits of all modules' results were changed. A mistake may be as small. Runs in float64 did not decide; fewer "
+    "--steps may."
 )
 
 _ENDED = (
@@ -257,8 +257,9 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
     one, many, first = comparison.one, comparison.many, comparison.first
     left_out = one.left_out.union(*(trace.left_out for trace in many))
     rows = tuple(row for row in comparison.rows if first is None or row.step <= first.step)
-    taken = comparison.cut_short and one.raised is not None and one.raised.kind == "StopIteration"  # next(batches)
-    much = max(comparison.tolerance, usual_tolerance("float32"))  # in float64, smaller differences are no mistakes
+    # next(batches) raises it where verify ends the loop
+    end_of_loop = comparison.cut_short and one.raised is not None and one.raised.kind == "StopIteration"
+    much = max(comparison.tolerance, usual_tolerance("float32"))  # no mistake is smaller in float64
     hidden = (row.step for row in rows if row.rounding and max(row.amounts.values()) > much)
     return VerificationReport(
         script=script,
@@ -276,10 +277,10 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         averaging="averaging" in left_out,
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
-        unreached=one.stopped or taken,
+        unreached=one.stopped or end_of_loop,
         float64=comparison.double,
         rounding=None if comparison.exact else next(hidden, None),
-        ended=one.raised if comparison.cut_short and not taken else None,
+        ended=one.raised if comparison.cut_short and not end_of_loop else None,
     )
 
 

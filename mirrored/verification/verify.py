@@ -55,15 +55,16 @@ def verify(
     """Runs a training script, unchanged, on one tower and on several, and reports where and why the runs differ.
 
     It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and
-    learning rates. It also compares the values that ``strategy.reduce`` and ``gather`` return, and the evaluation after
-    these steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one:
-    the script writes its usual files. Only the checkpoints of a ``CheckpointManager`` are written to a temporary
-    folder.
+    learning rates. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that the
+    chief prints, and the evaluation after these steps. A cause that the traces do not show is proved by another run
+    with one change. Each run is a real one: the script writes its usual files. Only the checkpoints of a
+    ``CheckpointManager`` are written to a temporary folder.
 
-    The script runs from its start, and both runs use the same seed. The loop over a distributed dataset ends after the
-    last of the ``steps``, which uses the epoch's last batch. The evaluation that follows runs completely, and the next
-    step of an optimizer ends the script. If no evaluation ran, each further epoch ends after one step, which is not
-    compared. Dropout is disabled, ``torch.compile`` runs eagerly, and ``devices`` in the script are ignored.
+    The script runs from its start, with the same seed on tower 0 in both runs. The loop over a distributed dataset
+    ends after the last of the ``steps``, which uses the epoch's last batch. The evaluation that follows runs
+    completely, and the next step of an optimizer ends the script. If no evaluation ran, each further epoch ends
+    after one step, which is not compared. Dropout is disabled, ``torch.compile`` runs eagerly, and ``devices`` in
+    the script are ignored.
 
     Args:
         script: a file, or with ``module`` a module's name.

@@ -373,8 +373,7 @@ def wait_between_buckets_and_batch_norm(who: str) -> list[float]:
     Args:
         who: uses the parameters of that bucket: "first", or "all" towers.
     """
-    communication = mirrored.CommunicationOptions(bucket_bytes=64, timeout_seconds=20)
-    strategy = mirrored.MirroredStrategy(seed=0, communication=communication)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=mirrored.CommunicationOptions(bucket_bytes=64))
     with strategy.scope(sync_batch_norm=True):
         first, norm, extra = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
         model = torch.nn.ModuleList([first, norm, extra]).to(strategy.device)
@@ -392,6 +391,7 @@ def wait_between_buckets_and_batch_norm(who: str) -> list[float]:
 
     for _ in range(8):
         strategy.run(step)
+    strategy.check_mirrored()
     return flat(model.parameters())
 
 

@@ -222,7 +222,7 @@ class Cycle:
         self._starts_early = self._may_start_early
         if self._comparison is not None:
             self._comparison.begin()
-            self._starts_early = self._may_start_early and self._comparison.lets_buckets_start_early()
+            self._starts_early &= self._comparison.lets_buckets_start_early()
         self._channel.health.train()
         self.backward.begin()
         self.number += 1

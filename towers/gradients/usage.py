@@ -13,16 +13,16 @@ therefore:
 - A gather is read when it is complete, at the latest when the third backward after its own starts. It only takes effect
   from that backward on, so all towers change at the same one.
 
+On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
+towers' hosts, which had yet to queue their work.
+
 [Note: other collectives in a backward] A collective waits on its GPU until all towers have started it. The collectives
 of batch norms over all towers run inside backwards, on their own communicator. If towers use different parameters, a
 bucket can be full on tower 0 before the backward of a batch norm, and on tower 1 only after it. If the host of tower 0
 then waits for its GPU, as memory allocation may do, it waits for the bucket on tower 1, which waits for the batch norm
-on tower 0. Therefore, with such layers, buckets start early only while all towers were seen to use the same parameters.
-If that changes, the towers know it at most 11 backwards later. Until then, they could meet such a wait, which ends in
-the error after ``timeout_seconds``.
-
-On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
-towers' hosts, which had yet to queue their work.
+on tower 0. Therefore, with such layers, buckets start early only while gathers show that all towers use the same
+parameters. After a change, it takes up to 11 backwards until a gather shows it. A host that waits for its GPU in one of
+these may wait until ``timeout_seconds`` are over, and the job then ends with an error.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Comparison:
         self._unread: deque[tuple[int, Gather]] = deque()  # and the numbers of their backwards
         self._read: deque[tuple[int, bool, bool]] = deque()  # gathers that decide later: all complete, all equal
         self._all_complete = False
-        self._all_equal = False  # as far as known, all towers use the same parameters
+        self._all_equal = False  # whether the newest gather in effect shows that towers use the same parameters
 
     def difference(self) -> list[bytes] | None:
         """Returns None if towers were in the same backwards, as far as known.
@@ -150,9 +150,9 @@ class Comparison:
         self._number += 1
 
     def lets_buckets_start_early(self) -> bool:
-        """Returns whether buckets may start before the backward is over. It changes on all towers at once.
+        """Returns whether buckets may start before the backward is over ([Note: other collectives in a backward]).
 
-        See [Note: other collectives in a backward].
+        The result changes at the same backward on all towers.
         """
         return self._all_equal or not self.other_collectives
 
