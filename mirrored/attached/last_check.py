@@ -2,7 +2,7 @@
 
 [Note: no tower waits at the end] A collective at exit would hang if one tower ended in another way. Instead, a tower
 stores fingerprints of its parameters in the towers' store when its interpreter ends, and the last tower compares them.
-``mirrored.launch`` runs functions, not programs: there, nothing is left to compare at the end.
+``mirrored.launch`` runs functions, whose models have often gone when they return; what is left is compared.
 """
 
 from __future__ import annotations

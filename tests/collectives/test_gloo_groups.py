@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -35,6 +36,23 @@ def leave_channels(strategy: mirrored.Strategy) -> None:
 def test_a_tower_that_leaves_once_it_has_a_channel_cuts_nobody_off() -> None:
     """As one does whose script ends when it has made its strategy, which makes a channel at last."""
     towers(leave_channels, settings=GLOO)
+
+
+def return_while_gathering(strategy: mirrored.Strategy) -> list[list[float]]:
+    """Tower 1 has a second to end before tower 0 takes part in its gather."""
+    comm = strategy.communicator
+    if comm.index == 1:
+        _, rows = comm.start_all_gather(torch.ones(2))
+        say("tower 1 returns")
+    else:
+        wait_for("tower 1 returns")
+        time.sleep(1)
+        rows = comm.all_gather(torch.zeros(2))
+    return rows.tolist()
+
+
+def test_a_launched_tower_that_is_done_takes_part_in_collectives_that_it_has_started() -> None:
+    assert towers(return_while_gathering, settings=GLOO)[0] == [[0, 0], [1, 1]]
 
 
 class DescheduledAfterMoment:

@@ -421,6 +421,12 @@ def end_soon_preempted() -> None:
     atexit.register(threads_ended.set)
 
 
+def run_exit_handlers() -> None:
+    """Waits for threads and runs the exit handlers, each once, as Python does at the end of a program."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process at once, without finalizing the interpreter."""
     flush_output()

@@ -20,7 +20,6 @@ until the fork server runs.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -33,7 +32,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NoReturn
@@ -41,7 +39,7 @@ from typing import IO, Any, NoReturn
 import numpy
 import torch
 
-from towers.health.failure import leave
+from towers.health.failure import leave, run_exit_handlers
 from towers.system import machine
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
@@ -217,8 +215,7 @@ def _end_failed() -> NoReturn:
 
     The other towers wait for its end, and freeing all that torch has loaded takes a third of a second of a core.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-    atexit._run_exitfuncs()
+    run_exit_handlers()
     leave(1)
 
 
