@@ -393,8 +393,8 @@ def differing_print(
 ) -> tuple[Printed, PrintedNumber, PrintedNumber] | None:
     """Returns the chief's first line with a number that differs, and the number on one tower and on N.
 
-    Numbers are compared to their last digit, and relative to the largest number at this place. A number that is 1 on
-    one tower and N on N may be the number of towers.
+    Numbers are compared to their last digit, and relative to the largest number at this place. Numbers that may be the
+    number of towers, or depend on it before the first step, such as a tower's batch size, do not count.
 
     Args:
         again: the trace of a further run on one tower. Lines that differ there do not count.
@@ -406,14 +406,12 @@ def differing_print(
     for line in one:
         for i, number in enumerate(_numbers_in(line)):
             sizes[line.line, i] = max(sizes[line.line, i], abs(number.value))
-    for alone, together in zip(one, many, strict=False):
-        if (alone.line, alone.steps) != (together.line, together.steps):
-            return None
+    for alone, together in _pairs(one, many):
         if _NUMBER.sub("", alone.text) != _NUMBER.sub("", together.text):
             continue
         for i, (a, b) in enumerate(zip(_numbers_in(alone), _numbers_in(together), strict=False)):
             place = alone.line, i
-            if a.text == b.text or place in unsteady or (a.value, b.value) == (1, len(comparison.many)):
+            if a.text == b.text or place in unsteady or _counts_towers(alone, a, b, len(comparison.many)):
                 continue
             allowed = max(a.unit, comparison.margin * rounded.get(place, 0.0))
             if a.unit:
@@ -423,10 +421,27 @@ def differing_print(
     return None
 
 
+def _pairs(one: Sequence[Printed], many: Sequence[Printed]) -> Iterator[tuple[Printed, Printed]]:
+    """Yields the lines of two runs that belong together: of each file, those up to the first other line."""
+    for file in dict.fromkeys(line.file for line in one):
+        lines = ([line for line in lines if line.file == file] for lines in (one, many))
+        for alone, together in zip(*lines, strict=False):
+            if (alone.line, alone.steps) != (together.line, together.steps):
+                break
+            yield alone, together
+
+
+def _counts_towers(line: Printed, one: PrintedNumber, many: PrintedNumber, towers: int) -> bool:
+    """Returns whether a number may differ because the number of towers does."""
+    if (one.value, many.value) == (1, towers):
+        return True
+    return not line.steps and not one.unit and many.value in (one.value * towers, -(-one.value // towers))
+
+
 def _places_that_differ(one: Sequence[Printed], other: Sequence[Printed]) -> dict[tuple[int | None, int], float]:
     """Returns the largest difference of the numbers of two runs on one tower, by the script's line and the number's."""
     places: dict[tuple[int | None, int], float] = {}
-    for first, second in zip(one, other, strict=False):
+    for first, second in _pairs(one, other):
         for i, (a, b) in enumerate(zip(_numbers_in(first), _numbers_in(second), strict=False)):
             if a.text != b.text:
                 place = first.line, i

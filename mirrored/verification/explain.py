@@ -189,7 +189,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
         what = f"the result of {pair[1].call}{at_line(pair[1].line)} after step {pair[1].steps} differs"
         return _random(comparison, what, pair[1].steps) or proven_causes.reported_value(comparison, pair, proven)
     if (printed := differing_print(comparison, again)) is not None:
-        what = f"what the chief prints{at_line(printed[0].line)} after step {printed[0].steps} differs"
+        what = f"what the chief {printed[0].verb}{at_line(printed[0].line)} after step {printed[0].steps} differs"
         return _random(comparison, what, printed[0].steps) or proven_causes.printed_value(comparison, printed, proven)
     return None
 

@@ -307,8 +307,8 @@ def printed_value(
     line, one, many = printed
     towers = len(comparison.many)
     differs = (
-        f"the chief prints {many.text}{at_line(line.line)} after step {line.steps} on {towers} towers, but {one.text} "
-        "on one"
+        f"the chief {line.verb} {many.text}{at_line(line.line)} after step {line.steps} on {towers} towers, but "
+        f"{one.text} on one"
     )
     if (evaluation := _evaluation(comparison, differs)) is not None:
         return evaluation
@@ -321,7 +321,7 @@ def printed_value(
             "tower's share only (a value of compute_average_loss, a sum or a count)"
         )
     return Explanation(
-        Cause.PRINTED_VALUE, f"training is equal, but {differs}", fix, "a comparison of the chief's standard output"
+        Cause.PRINTED_VALUE, f"training is equal, but {differs}", fix, "a comparison of the chief's output"
     )
 
 

@@ -103,8 +103,8 @@ class StepLimit(Interceptor):
         """The BatchNorm layer that could not normalise a share of one example."""
         return None
 
-    def prints(self, text: str) -> None:
-        """Is called when the script has printed a line."""
+    def prints(self, text: str, file: str | None = None) -> None:
+        """Is called when the script has printed a line, or written it into a file."""
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
         """Is called when an optimizer is about to make a step, which is ``compared`` or a further one."""
@@ -298,10 +298,9 @@ class TraceRecorder(StepLimit):
     def refused(self) -> str | None:
         return self._watcher.refused
 
-    def prints(self, text: str) -> None:
-        """Records a line on standard output."""
+    def prints(self, text: str, file: str | None = None) -> None:
         if not self.beyond:
-            self.trace.printed.append(Printed(text, script_line(), len(self.trace.steps)))
+            self.trace.printed.append(Printed(text, script_line(), len(self.trace.steps), file))
 
     # -- modules -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Collection, Iterable
 
 import torch
@@ -290,17 +291,24 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Printed:
-    """A line on standard output.
+    """A line on standard output, or of a file that the script writes.
 
     Attributes:
         text: the line.
         line: the script's line that ended it.
         steps: the number of optimizer steps before.
+        file: the file, as the script names it. None: standard output.
     """
 
     text: str
     line: int | None
     steps: int
+    file: str | None = None
+
+    @property
+    def verb(self) -> str:
+        """What the chief does with the line."""
+        return "prints" if self.file is None else f"writes into {os.path.basename(self.file)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +349,7 @@ class Trace:
         evaluated_models: digests of the parameters of each outermost module that was called outside of training, by the
             number of steps before and the module's name.
         results: the results of ``strategy.reduce`` and ``strategy.gather``.
-        printed: the lines on standard output.
+        printed: the lines on standard output and in files.
         pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
             number of examples.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or

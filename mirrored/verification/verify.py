@@ -7,21 +7,19 @@ import dataclasses
 import gc
 import importlib.util
 import inspect
-import io
 import os
 import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
-from typing import Any, TextIO
 
 import torch
 
 from mirrored import seeds
 from mirrored.interceptor import intercept
-from mirrored.verification import causes, draws, kept_files
+from mirrored.verification import causes, draws, files
 from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
 from mirrored.verification.interventions import Interventions
@@ -56,7 +54,7 @@ def verify(
 
     It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and
     learning rates. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that the
-    chief prints, and the evaluation after these steps. A cause that the traces do not show is proved by another run
+    chief prints or writes into text files, and the evaluation after these steps. A cause that the traces do not show is proved by another run
     with one change. Each run is a real one: the script writes its usual files. Only the checkpoints of a
     ``CheckpointManager`` are written to a temporary folder.
 
@@ -135,7 +133,7 @@ def verify(
         comparison, explanations = explain(comparison, rerun)
     if job.kept:  # read in the first runs, or in another run
         failed = causes.failure(comparison)
-        explanations = [kept_files.not_comparable(job.kept), *([failed] if failed is not None else [])]
+        explanations = [files.not_comparable(job.kept), *([failed] if failed is not None else [])]
     return make_report(name, comparison, explanations)
 
 
@@ -224,11 +222,11 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )
     intercept(recorder)
-    sys.stdout = _Output(sys.stdout, recorder.prints)
+    files.report_lines(recorder.prints)
     with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting
-    kept_files.watch(os.path.join(folder, _KEPT), job.begins[0], job.begins[-1])
+    files.watch(os.path.join(folder, _KEPT), job.begins[0], job.begins[-1])
     try:
         with recorder.watching:
             if job.module:
@@ -243,46 +241,6 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     except Exception as error:
         recorder.trace.raised = _raised(error, job.script, recorder.refused)
     return recorder.trace
-
-
-class _Output(io.TextIOBase):
-    """Standard output that reports every complete line.
-
-    Args:
-        stream: receives the text.
-        report: is called with each line.
-    """
-
-    def __init__(self, stream: TextIO, report: Callable[[str], None]) -> None:
-        self._stream = stream
-        self._report = report
-        self._begun = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            self._report(line)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self._stream.errors
 
 
 def _silence() -> None:

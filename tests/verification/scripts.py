@@ -417,6 +417,36 @@ for x, y in train:
 print(f"{right} of {len(inputs)}")""",
         words="print strategy.reduce('sum', value)",
     ),
+    "writes a share": RIGHT.but(  # which a table has, whose times differ
+        Cause.PRINTED_VALUE,
+        before="import csv",
+        after='table = csv.writer(open(f"{os.path.dirname(__file__)}/table.csv", "w", newline=""))',
+        run="loss = strategy.run(train_step, args=batch)\ntable.writerow([step, time.perf_counter(), float(loss)])",
+        words="writes into table.csv",
+    ),
+    "writes an average of shares": RIGHT.but(
+        Cause.PRINTED_VALUE,
+        before="import json, pathlib",
+        evaluation="""\
+with torch.no_grad():
+    losses = [float(F.cross_entropy(model(x), y)) for x, y in train]
+if strategy.is_chief:
+    file = pathlib.Path(__file__).with_name("loss.json")
+    file.write_text(json.dumps({"epoch": epoch, "loss": sum(losses) / len(losses)}, indent=2))""",
+        words="writes into loss.json",
+    ),
+    "writes the whole": RIGHT.but(  # with the number of towers and a tower's batch size
+        before="import json",
+        after="""\
+folder = os.path.dirname(__file__)
+with open(f"{folder}/settings.json", "w") as file:
+    json.dump({"towers": strategy.num_replicas_in_sync, "batch": 8 // strategy.num_replicas_in_sync}, file)
+print("batch", 8 // strategy.num_replicas_in_sync)""",
+        run="loss = strategy.reduce('sum', strategy.run(train_step, args=batch))",
+        evaluation="""\
+with open(f"{folder}/log.txt", "a") as file:
+    print(f"epoch {epoch}: loss {float(loss):.4f}, {time.perf_counter():.1f} s", file=file)""",
+    ),
     "prints what may differ": RIGHT.but(
         before="import sys\n\nsys.stdout.reconfigure(errors='replace')\nprint('ä'.encode(sys.stdout.encoding))",
         run="loss = strategy.reduce('sum', strategy.run(train_step, args=batch))",

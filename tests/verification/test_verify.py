@@ -78,6 +78,8 @@ _CODES = {
         ("hidden by rounding", "In step 1 the batch of 13 is split into shares of 7 and 6", "loss.backward()"),
         ("prints a share", "seems to be computed from this tower's share only", "print('loss'"),
         ("prints a count", "seems to be computed from this tower's share only", "print(f"),
+        ("writes a share", "the chief writes into table.csv", "table.writerow"),
+        ("writes an average of shares", "the chief writes into loss.json", "file.write_text"),
         ("no gradients", "all gradients are zero or missing in all steps", None),
     ],
 )
@@ -161,6 +163,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
         ("steps by hand", 3, 3, "The same"),
         ("seeded above", 2, 2, "The same"),
         ("prints what may differ", 5, 5, "The same"),
+        ("writes the whole", 5, 5, "The same"),
         ("evaluated by the chief", 5, 5, "The same"),
     ],
 )

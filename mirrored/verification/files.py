@@ -1,0 +1,183 @@
+"""The files of a script: those that an earlier run of verify has left, and the lines that a run writes.
+
+Runs that read files of earlier runs, such as backups and caches, start differently, so they cannot be compared.
+
+[Note: which files count] Python's audit events report every file that a run opens. A file belongs to an earlier run if
+it was last written between the start of the first run and the start of this run, by any program. Opening a file to
+append does not count as reading. Libraries that open files without Python (HDF5) are not reported. If they read
+parameters, the difference is visible before step 1. Starting each run with a copy of the files would avoid the problem.
+But the files to copy are unknown, and users would not learn that their script reads files that it has written.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from mirrored.verification.report import Cause, Explanation, first_names
+
+_OF_OTHERS = ("/proc/", "/sys/", "/dev/", os.path.expanduser("~/."))  # the last one: caches and settings of libraries
+
+
+def watch(notes: str, first: float, begun: float) -> None:
+    """Starts to note the files of earlier runs that this process and its forked children read.
+
+    Args:
+        notes: the file to which their paths are appended, one per line.
+        first: the start of the first run, in seconds since the epoch, by the clock of files.
+        begun: the start of this run.
+    """
+    appended: set[str] = set()
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        if event not in ("open", "sqlite3.connect"):
+            return
+        flags = args[2] if event == "open" else os.O_RDWR
+        try:
+            path = os.path.abspath(os.fsdecode(args[0]))
+            status = os.stat(path)
+        except (OSError, TypeError, ValueError):  # a new file, a descriptor, or an invalid name
+            return
+        if not stat.S_ISREG(status.st_mode) or path.startswith(_OF_OTHERS) or path.endswith(".pyc"):
+            return
+        if not first < status.st_mtime <= begun and path not in appended:
+            return
+        if flags & os.O_TRUNC:
+            appended.discard(path)
+        elif flags & os.O_ACCMODE == os.O_WRONLY:
+            appended.add(path)
+        else:
+            with open(notes, "a", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(f"{path}\n")
+
+    sys.addaudithook(note)
+
+
+def not_comparable(files: Sequence[str]) -> Explanation:
+    """Explains that the runs have read these files of earlier runs."""
+    return Explanation(
+        Cause.NOT_COMPARABLE,
+        "this script cannot be compared: a run of verify read files that an earlier one had left, so the runs "
+        f"did not start from the same state: {first_names(files)}",
+        "exclude the code that writes or reads them (a backup, a checkpoint, a cache), for example with an "
+        "argument of the script, or let the script start with new files",
+        "the times at which the files were written",
+    )
+
+
+def report_lines(report: Callable[[str, str | None], None]) -> None:
+    """Reports every line that the script prints, or writes into a text file, from now on.
+
+    Args:
+        report: is called with each line and its file, None for standard output.
+    """
+    sys.stdout = _Output(sys.stdout, report)
+    open_file: Callable[..., Any] = io.open
+
+    def open_(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        **others: Any,
+    ) -> Any:
+        stream = open_file(file, mode, buffering, encoding, errors, newline, **others)
+        if not isinstance(stream, io.TextIOWrapper) or not stream.writable() or not _is_the_scripts(file):
+            return stream
+        return _TextFile(stream, mode, newline, lambda line: report(line, os.fsdecode(file)))
+
+    builtins.open = io.open = open_  # type: ignore[assignment]
+
+
+def _is_the_scripts(file: Any) -> bool:
+    """Returns whether the script, and not this package, is opening a file by its name."""
+    if not isinstance(file, (str, bytes, os.PathLike)):
+        return False
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module == "__main__":
+            return True
+        if module != __name__ and module.partition(".")[0] in ("mirrored", "towers"):
+            return False
+    return False
+
+
+class _Lines:
+    """Reports the complete lines of a text that is written in parts."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._begun = ""
+
+    def write(self, text: str) -> None:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._report(line)
+
+    def end(self) -> None:
+        if self._begun:
+            self.write("\n")
+
+
+class _TextFile(io.TextIOWrapper):
+    """A text file that is written, and reports every line.
+
+    Args:
+        stream: the file, which is not used itself any more.
+        mode, newline: the arguments of ``open``.
+        report: is called with each line.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper, mode: str, newline: str | None, report: Callable[[str], None]) -> None:
+        encoding, errors, by_line = stream.encoding, stream.errors, stream.line_buffering
+        super().__init__(stream.detach(), encoding, errors, newline, by_line)
+        self.mode = mode  # type: ignore[misc]
+        self._lines = _Lines(report)
+
+    def write(self, text: str) -> int:
+        self._lines.write(text)
+        return super().write(text)
+
+    def close(self) -> None:
+        self._lines.end()
+        super().close()
+
+
+class _Output(io.TextIOBase):
+    """Standard output that reports every complete line."""
+
+    def __init__(self, stream: TextIO, report: Callable[[str, str | None], None]) -> None:
+        self._stream = stream
+        self._lines = _Lines(lambda line: report(line, None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._lines.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
