@@ -32,6 +32,7 @@ from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
+from towers.system.named import Named
 from towers.system.profiling import range_
 from towers.system.torch_private import split_graphs
 from towers.system.uncompiled import Untraced
@@ -251,7 +252,7 @@ class Engine:
 
     def _mirror_recorded(self) -> None:
         """Makes the recorded tensors equal on all towers, and attaches the features to them."""
-        tensors, lazy = self.recorder.take()
+        tensors, lazy = self.recorder.take(self._check_equal)
         self.events.recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
@@ -260,7 +261,6 @@ class Engine:
             )
         if self._several:
             with range_("mirrored::mirror"):
-                mirror.check_equal(self._comm, tensors)
                 mirror.broadcast(self._comm, [named.tensor for named in tensors])
             for _, root in self.recorder.roots():
                 self._prepare_metrics(root)
@@ -269,6 +269,10 @@ class Engine:
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         self.events.mirrored(parameters)
+
+    def _check_equal(self, tensors: list[Named]) -> None:
+        if self._several:
+            mirror.check_equal(self._comm, tensors)
 
     def _prepare_metrics(self, module: nn.Module) -> None:
         """Makes metrics of torchmetrics in a module support empty shares."""

@@ -2,13 +2,18 @@
 
 [Note: recording follows modules] Registration hooks report every parameter that a module registers, but not parameters
 of copies by ``copy.deepcopy`` (``nn.TransformerEncoder`` copies its layer). The registration of a child module
-therefore records everything in it. Recording does not extend the lifetime of objects. Garbage is collected before
-towers compare their models. Otherwise, a tower whose interpreter collected earlier would appear to have a different
-model. The order of modules never depends on addresses.
+therefore records everything in it. Recording does not extend the lifetime of objects. The order of modules never
+depends on addresses.
+
+[Note: garbage in models] A module that the script has dropped may exist until garbage is collected, which happens
+earlier on some towers, so their models seem to differ. If they do, all towers collect their garbage and compare again.
+It is not collected otherwise, because that takes a third of a second of a core for each model: torch and its compiler
+have a million objects. A dropped module that all towers still have is mirrored, and forgotten later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import Counter
@@ -24,6 +29,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
+from towers.errors import MirrorError
 from towers.system.named import Named
 from towers.system.torch_private import NormBase, own_buffers, own_parameters, unsaved_buffers
 
@@ -119,18 +125,49 @@ class Recorder:
         """Returns the parameters that were recorded, have values and were not yet taken."""
         return [parameter for parameter in self._parameters.values() if not is_lazy(parameter)]
 
-    def take(self) -> tuple[list[Named], list[nn.Module]]:
+    def take(self, check_equal: Callable[[list[Named]], None]) -> tuple[list[Named], list[nn.Module]]:
         """Returns all recorded parameters and buffers that have values, named, in order of creation.
 
         They count as mirrored from now on. It also returns lazy modules that have not received a batch yet, each only
         once.
+
+        Args:
+            check_equal: checks that all towers take the same tensors; see [Note: garbage in models].
+
+        Raises:
+            MirrorError: they do not.
         """
-        gc.collect()  # see [Note: recording follows modules]
-        modules = list(self._modules.values())
+        found = None
+        with contextlib.suppress(MirrorError):
+            found = self._find(check_equal)
+        if found is None:
+            gc.collect()
+            found = self._find(check_equal)
+        modules, roots, tensors = found
+        self._class_names.update(type(module).__name__ for _, module in roots)
+        self._roots = [entry for entry in self._roots if entry[1]() is not None]
+        self._roots += [(name, weakref.ref(module)) for name, module in roots]
         lazy = [module for module in modules if has_uninitialized(module)]
+        awaited = [p for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self]
+        self._modules = weakref.WeakValueDictionary({id(module): module for module in lazy})
+        self._parameters = weakref.WeakValueDictionary({id(parameter): parameter for parameter in awaited})
+        self.pending = False
+        for entry in tensors:
+            if entry.kind == "parameter":
+                self._mirrored[id(entry.tensor)] = entry.tensor
+        newly_awaited = [module for module in lazy if module not in self._awaited]
+        self._awaited.update(newly_awaited)
+        return tensors, newly_awaited
+
+    def _find(
+        self, check_equal: Callable[[list[Named]], None]
+    ) -> tuple[list[nn.Module], list[tuple[str, nn.Module]], list[Named]]:
+        """Returns the recorded modules, the outermost of them with names, and their tensors that have values."""
+        modules = list(self._modules.values())
+        roots = self._name_roots(modules)
         named: dict[int, Named] = {}
         sparse = {id(m.weight) for m in modules if isinstance(m, _EMBEDDINGS) and m.sparse}
-        for name, root in self._name_roots(modules):
+        for name, root in roots:
             for path, parameter in root.named_parameters():
                 if parameter in self and not is_lazy(parameter):
                     trainable = parameter.requires_grad
@@ -142,29 +179,22 @@ class Recorder:
                     if not is_lazy(buffer):
                         full = ".".join(filter(None, (name, path, key)))
                         named.setdefault(id(buffer), Named(full, buffer, "buffer"))
-        awaited = [p for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self]
-        self._modules = weakref.WeakValueDictionary({id(module): module for module in lazy})
-        self._parameters = weakref.WeakValueDictionary({id(parameter): parameter for parameter in awaited})
-        self.pending = False
-        for entry in named.values():
-            if entry.kind == "parameter":
-                self._mirrored[id(entry.tensor)] = entry.tensor
-        newly_awaited = [module for module in lazy if module not in self._awaited]
-        self._awaited.update(newly_awaited)
-        return list(named.values()), newly_awaited
+        tensors = list(named.values())
+        check_equal(tensors)
+        return modules, roots, tensors
 
     def _name_roots(self, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Returns the outermost recorded modules with names: their classes, numbered if a class recurs."""
         children = {id(child) for module in modules for child in module.children()}
+        numbers = self._class_names.copy()
         roots = []
         for module in modules:
             if id(module) in children:
                 continue
             name = type(module).__name__
-            number = self._class_names[name]
-            self._class_names[name] += 1
+            number = numbers[name]
+            numbers[name] += 1
             roots.append((f"{name}[{number}]" if number else name, module))
-        self._roots += [(name, weakref.ref(module)) for name, module in roots]
         return roots
 
     def unmirrored(self) -> Iterator[tuple[str, torch.Tensor]]:

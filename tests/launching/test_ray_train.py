@@ -85,21 +85,31 @@ def test_its_numbers_are_those_of_other_ways_to_start(tmp_path: pathlib.Path) ->
         assert all(torch.equal(result["weight"], weight) for weight in launched)
 
 
-def run_program(config: dict[str, Any]) -> None:
-    sys.argv = ["it", *config["words"]]
+CATCHES = ["except RuntimeError", "suppress", "exit", "finally"]
+
+
+def catch(config: dict[str, Any]) -> None:
+    """Run the program, in each of Ray's attempts with the next way to catch errors."""
+    tries = pathlib.Path(config["folder"], f"tries{os.environ['RANK']}")
+    with tries.open("a+") as file:
+        file.seek(0)
+        how = CATCHES[len(file.readlines())]
+        file.write(f"{how}\n")
+    sys.argv = ["it", "forward", how]
     runpy.run_path(str(ROOT / "tests" / "programs" / "catches.py"))
 
 
-@pytest.mark.parametrize("how", ["except RuntimeError", "suppress", "exit", "finally"])
-def test_a_script_that_catches_the_errors_of_towers_fails(tmp_path: pathlib.Path, how: str) -> None:
+def test_a_script_that_catches_the_errors_of_towers_fails(tmp_path: pathlib.Path) -> None:
     trainer = TorchTrainer(
-        run_program,
-        train_loop_config={"words": ["forward", how]},
+        catch,
+        train_loop_config={"folder": str(tmp_path)},
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=str(tmp_path)),
+        run_config=RunConfig(storage_path=str(tmp_path), failure_config=FailureConfig(max_failures=len(CATCHES) - 1)),
     )
     with pytest.raises(WorkerGroupError):
         trainer.fit()
+    for tower in range(2):
+        assert (tmp_path / f"tries{tower}").read_text().splitlines() == CATCHES
 
 
 def test_workers_that_ray_starts_again_resume_from_our_checkpoint(tmp_path: pathlib.Path) -> None:

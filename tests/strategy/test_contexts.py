@@ -241,6 +241,35 @@ def test_another_default_device(setting: str, tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(results["meta"], results["cpu"], rtol=0, atol=0)
 
 
+def drop_a_model(strategy: mirrored.Strategy, where: list[int]) -> str:
+    """The name of a model's weight, where another one was dropped before, and some towers collected their garbage."""
+    gc.disable()
+    with strategy.scope():
+        dropped = nn.Linear(2, 1)
+        dropped.cycle = [dropped]
+        del dropped
+        if strategy.topology.index in where:
+            gc.collect()
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        mirrored.compute_average_loss(model(torch.ones(4, 2)).flatten(), global_batch_size=8).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    gc.collect()
+    strategy.run(step)
+    strategy.check_mirrored()
+    return strategy.engine.recorder.name_of(model.weight)
+
+
+@pytest.mark.parametrize("where", [[], [1], [0, 1]], ids=["nowhere", "on tower 1", "everywhere"])
+def test_garbage_is_no_difference(where: list[int]) -> None:
+    names = towers(drop_a_model, where)
+    assert names[0] == names[1] == ("Linear.weight" if where else "Linear[1].weight")
+
+
 THREADS = {"towers-heartbeat", "towers-step-deadline"}
 
 
