@@ -24,7 +24,7 @@ from tests.support.jobs import ROOT
 from tests.support.processes import await_ends
 from tests.support.programs import run_program, start_program
 from tests.support.waiting import HANG, forever, wait_until
-from towers import TowerFailedError, launch
+from towers import launch
 
 
 def tower() -> int:
@@ -342,28 +342,6 @@ def register(path: str) -> None:
 def test_exit_handlers_run(tmp_path: pathlib.Path) -> None:
     launch(register, (f"{tmp_path}/",))
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["done", "done"]
-
-
-def drift(kept: list[object]) -> None:
-    """After the last check, tower 1's parameter changes."""
-    strategy = mirrored.MirroredStrategy()
-    with strategy.scope():
-        model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        mirrored.compute_average_loss(model(torch.ones(4, 2)).square().flatten()).backward()
-        optimizer.step()
-
-    strategy.run(step)
-    if tower() == 1:
-        model.bias.data += 1
-    atexit.register(kept.extend, (strategy, model))  # as those at module level, they live until the end
-
-
-def test_towers_are_compared_at_the_end() -> None:
-    with pytest.raises(TowerFailedError, match=r"Linear\.bias is no longer the same.* when the towers ended"):
-        launch(drift, ([],))
 
 
 def talk() -> int:
