@@ -274,8 +274,15 @@ def _candidates(
         yield from padded
     if not present.skip_local_changes and any(change.steps <= at for change in many[0].local_changes):
         yield dataclasses.replace(present, skip_local_changes=True)
-    if present.loss is not LossFactor.NONE:
-        return
+    if present.loss is LossFactor.NONE:
+        yield from _loss_factors(comparison, at, bases)
+    if not present.whole_batch and many[0].over_examples:
+        yield dataclasses.replace(present, whole_batch=True)
+
+
+def _loss_factors(comparison: RunComparison, at: int, bases: Sequence[Interventions]) -> Iterator[Interventions]:
+    """Yields interventions that change the factors of losses, in addition to each of ``bases``."""
+    one, many = comparison.one, comparison.many
     uneven = len({local for local, _ in proven_causes.shares_of_backward(many, at)}) > 1
     applies = dict.fromkeys(LossFactor, uneven) | {LossFactor.NONE: False, LossFactor.TOWERS: True}
     applies[LossFactor.DIVISOR] = bool(proven_causes.uneven_divisors(many, at))

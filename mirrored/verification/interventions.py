@@ -57,6 +57,7 @@ class Interventions:
         loss: the factor of every loss before its backward.
         terms: the summands of the loss with this factor; empty for the whole loss.
         global_statistics: whether BatchNorm layers in training mode use the statistics of all towers' examples.
+        whole_batch: whether values that are computed over the examples of a share are computed over those of all.
         rates: learning rates of each step's parameter groups, which replace the script's.
         padding: the forms of one tower's batches, by the numbers of the call of ``run`` and of the tensor in its
             arguments. Shares are padded to these forms.
@@ -75,6 +76,7 @@ class Interventions:
     loss: LossFactor = LossFactor.NONE
     terms: frozenset[int] = frozenset()
     global_statistics: bool = False
+    whole_batch: bool = False
     rates: tuple[tuple[float, ...], ...] = ()
     padding: Mapping[tuple[int, int], Form] = dataclasses.field(default_factory=dict)
     skip_local_changes: bool = False

@@ -52,6 +52,8 @@ def proven(
                 f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
             )
         )
+    if now.whole_batch and not before.whole_batch:
+        causes.append(_over_examples(many[0], outcome))
     if now.padding and not before.padding and (lengths := padded_lengths(comparison, at)) is not None:
         causes.append(
             Explanation(
@@ -77,6 +79,19 @@ def _and(numbers: Sequence[float]) -> str:
     """Joins numbers as in ``"3, 3 and 2"``."""
     *others, last = [f"{number:g}" for number in numbers]
     return f"{', '.join(others)} and {last}"
+
+
+def _over_examples(many: Trace, outcome: str) -> Explanation:
+    places = sorted(many.over_examples.items(), key=lambda place: place[1] in ("sum", "mean"))  # a loss ends with these
+    names = first_names([f"{name}{at_line(line)}" for line, name in places])
+    return Explanation(
+        Cause.OVER_EXAMPLES,
+        f"the result of {names} depends on which examples are in a share: each tower takes its own, not those of the "
+        "global batch",
+        "compute it from all towers' examples, which mirrored.get_replica_context().all_gather(x) brings together "
+        "(differentiable; docs/how-to/recipes.md#contrastive-losses)",
+        f"a further run in which all towers' examples were taken there: {outcome}",
+    )
 
 
 def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] | None:

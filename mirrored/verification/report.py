@@ -61,6 +61,7 @@ class Cause(enum.Enum):
     SHARED_RANDOM_STREAM = "shared-random-stream"
     RANDOM_IN_RUN = "random-in-run"
     PAIRS_OF_EXAMPLES = "pairs-of-examples"
+    OVER_EXAMPLES = "over-examples"
     OUTSIDE_SCOPE = "outside-scope"
     CHANGED_ON_ONE_TOWER = "changed-on-one-tower"
     BUFFER = "buffer"

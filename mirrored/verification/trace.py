@@ -352,6 +352,8 @@ class Trace:
         printed: the lines on standard output and in files.
         pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
             number of examples.
+        over_examples: the lines of the script that compute a value over the examples of a share in ``run``, and their
+            functions.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
@@ -373,6 +375,7 @@ class Trace:
     results: list[Result] = dataclasses.field(default_factory=list)
     printed: list[Printed] = dataclasses.field(default_factory=list)
     pairs: dict[int | None, int] = dataclasses.field(default_factory=dict)
+    over_examples: dict[int | None, str] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None

@@ -39,6 +39,14 @@ _WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__
 _STATISTICS = ("running_mean", "running_var")
 
 
+_OVER_EXAMPLES = {
+    **dict.fromkeys(("sum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "median", "nanmedian", "mode"), 1),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean", "logsumexp", "bincount", "cov", "corrcoef"), 1),
+    **dict.fromkeys(("norm", "vector_norm", "quantile", "nanquantile", "topk", "kthvalue"), 2),
+}
+"""Functions that may compute one value from all examples of a batch, with the position of their argument ``dim``."""
+
+
 def script_line() -> int | None:
     """Returns the line of the script that is being executed, if it is on the stack."""
     for frame, line in traceback.walk_stack(sys._getframe()):
@@ -241,11 +249,28 @@ class Watcher(TorchFunctionMode):
             self.trace.local_changes.append(self._event(name))
             if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
+        if (dim := self._over_examples(name, args, named)) is not None:
+            self.trace.over_examples.setdefault(script_line(), name)
+            if self.interventions.whole_batch and (replica := current_replica()) is not None:
+                args = (replica.all_gather(args[0], axis=dim), *args[1:])
         result = func(*args, **named)
         local = len(self.call.examples) if self.call is not None else 0
         if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
             self.trace.pairs.setdefault(script_line(), local)
         return result
+
+    def _over_examples(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+        """Returns the dimension of the examples over which the script, or its model, calls a function; None if none."""
+        if self.call is None or name not in _OVER_EXAMPLES or not args or type(args[0]) is not Tensor:
+            return None
+        shape, (local, total) = args[0].shape, self._share
+        if local == total or total < self.trace.towers or local not in shape or in_functorch_transform() or _is_ours():
+            return None
+        dim, at = shape.index(local), _OVER_EXAMPLES[name]
+        over = named.get("dim", args[at] if len(args) > at else None)
+        dims = over if isinstance(over, (tuple, list)) else [over]
+        given = [each % len(shape) for each in dims if isinstance(each, int) and not isinstance(each, bool)]
+        return dim if dim in given or not given else None
 
     def _event(self, what: str) -> Event:
         return Event(what, script_line(), len(self.trace.steps))
@@ -361,6 +386,15 @@ def _shares_memory(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     memory = [memory_of(given) for given in (*args[:1], kwargs.get("out")) if isinstance(given, Tensor)]
     address = memory_of(result)
     return bool(address) and address in memory
+
+
+def _is_ours() -> bool:
+    """Returns whether this package calls the function of torch that is being watched."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        module = frame.f_globals.get("__name__", "")
+        if module != __name__ and module.partition(".")[0] != "torch":
+            return module.partition(".")[0] in ("mirrored", "towers")
+    return False
 
 
 def _writes(name: str, func: Any) -> bool:

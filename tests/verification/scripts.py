@@ -305,8 +305,43 @@ if strategy.is_chief:
         data="TensorDataset(inputs, (inputs @ true).argmax(1))",
     ),
     "random order": SHORT.but(Cause.RANDOM_IN_RUN, loss=AVERAGE.format(f"{LOSSES} * (1 + torch.randperm(len(x)))")),
+    # Values of a share, which are none of the batch.
     "spread of the share": SHORT.but(
-        Cause.UNKNOWN, begin=f"optimizer.zero_grad()\nlosses = {LOSSES}", loss=AVERAGE.format("losses / losses.std()")
+        Cause.OVER_EXAMPLES,
+        begin=f"optimizer.zero_grad()\nlosses = {LOSSES}",
+        loss=AVERAGE.format("losses / losses.std()"),
+    ),
+    "normalised by hand": RIGHT.but(
+        Cause.OVER_EXAMPLES,
+        examples=27,
+        begin="optimizer.zero_grad()\nx = (x - x.mean(0)) / (x.std(0, correction=0) + 0.1)",
+    ),
+    "counts of the share": RIGHT.but(
+        Cause.OVER_EXAMPLES,
+        examples=27,
+        begin="optimizer.zero_grad()\nrarity = 1 / (torch.bincount(y, minlength=3) + 1)",
+        loss=AVERAGE.format(f"rarity[y] * {LOSSES}"),
+    ),
+    "ratio of sums": RIGHT.but(
+        Cause.OVER_EXAMPLES,
+        examples=27,
+        begin=f"optimizer.zero_grad()\npositive = (y == 1).float()\nlosses = {LOSSES}",
+        loss="(losses * positive).sum() / positive.sum().clamp(min=1)",
+    ),
+    "variance as a penalty": RIGHT.but(
+        Cause.OVER_EXAMPLES,
+        examples=27,
+        begin="optimizer.zero_grad()\noutput = model(x)",
+        loss=AVERAGE.format('F.cross_entropy(output, y, reduction="none")') + " + 0.1 * output.var()",
+    ),
+    "root of the mean": RIGHT.but(Cause.OVER_EXAMPLES, loss="(model(x) - F.one_hot(y, 3)).square().mean().sqrt()"),
+    "norm of the share": RIGHT.but(Cause.OVER_EXAMPLES, loss="(model(x) - F.one_hot(y, 3)).norm()"),
+    "worst of the share": RIGHT.but(Cause.OVER_EXAMPLES, loss=f"{LOSSES}.max()"),
+    "median of the share": RIGHT.but(Cause.OVER_EXAMPLES, loss=f"{LOSSES}.median()"),
+    "hardest of the share": RIGHT.but(
+        Cause.UNKNOWN,
+        begin=f"optimizer.zero_grad()\nlosses = {LOSSES}",
+        loss="losses.topk(max(1, len(x) // 2)).values.mean()",
     ),
     # Towers that differ from each other.
     "outside scope": RIGHT.but(
