@@ -106,6 +106,7 @@ _LONGEST = [
 """Folders that take longest: they start first, so that no process is left alone with one of them at the end."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long folders first, or a random order for scripts/luck; GPU tests skip cleanly where there is no GPU.
 

@@ -276,7 +276,7 @@ def _candidates(
         yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is LossFactor.NONE:
         yield from _loss_factors(comparison, at, bases)
-    if not present.whole_batch and many[0].over_examples:
+    if not present.whole_batch and any(found.function for found in many[0].over_examples.values()):
         yield dataclasses.replace(present, whole_batch=True)
 
 

@@ -82,8 +82,9 @@ def _and(numbers: Sequence[float]) -> str:
 
 
 def _over_examples(many: Trace, outcome: str) -> Explanation:
-    places = sorted(many.over_examples.items(), key=lambda place: place[1] in ("sum", "mean"))  # a loss ends with these
-    names = first_names([f"{name}{at_line(line)}" for line, name in places])
+    places = [(found.function, line) for line, found in many.over_examples.items() if found.function is not None]
+    places.sort(key=lambda place: place[0] in ("sum", "mean"))  # a loss ends with these
+    names = first_names([f"{function}{at_line(line)}" for function, line in places])
     return Explanation(
         Cause.OVER_EXAMPLES,
         f"the result of {names} depends on which examples are in a share: each tower takes its own, not those of the "

@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -331,6 +332,18 @@ class Raised:
         return f"{self.kind}: {self.text}"
 
 
+class OverExamples(NamedTuple):
+    """What a script computes from several examples.
+
+    Attributes:
+        function: the function that computes one value from all; None for a number for each pair of examples.
+        examples: their number.
+    """
+
+    function: str | None
+    examples: int
+
+
 @dataclasses.dataclass
 class Trace:
     """The recording of the script on one tower.
@@ -350,10 +363,7 @@ class Trace:
             number of steps before and the module's name.
         results: the results of ``strategy.reduce`` and ``strategy.gather``.
         printed: the lines on standard output and in files.
-        pairs: the lines of the script that compute a number for each pair of this tower's examples in ``run``, and the
-            number of examples.
-        over_examples: the lines of the script that compute a value over the examples of a share in ``run``, and their
-            functions.
+        over_examples: what the script computes from several examples of this tower in ``run``, by its line.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
@@ -374,8 +384,7 @@ class Trace:
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     printed: list[Printed] = dataclasses.field(default_factory=list)
-    pairs: dict[int | None, int] = dataclasses.field(default_factory=dict)
-    over_examples: dict[int | None, str] = dataclasses.field(default_factory=dict)
+    over_examples: dict[int | None, OverExamples] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None

@@ -20,7 +20,7 @@ from mirrored.verification import draws
 from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import tensors_of
-from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
+from mirrored.verification.trace import Draw, Event, Loss, OverExamples, RunCall, Term, Trace, has_values, memory_of
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
@@ -250,13 +250,13 @@ class Watcher(TorchFunctionMode):
             if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
         if (dim := self._over_examples(name, args, named)) is not None:
-            self.trace.over_examples.setdefault(script_line(), name)
+            self.trace.over_examples.setdefault(script_line(), OverExamples(name, self._share[0]))
             if self.interventions.whole_batch and (replica := current_replica()) is not None:
                 args = (replica.all_gather(args[0], axis=dim), *args[1:])
         result = func(*args, **named)
         local = len(self.call.examples) if self.call is not None else 0
         if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
-            self.trace.pairs.setdefault(script_line(), local)
+            self.trace.over_examples.setdefault(script_line(), OverExamples(None, local))
         return result
 
     def _over_examples(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int | None:
