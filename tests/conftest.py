@@ -106,21 +106,13 @@ _LONGEST = [
 """Folders that take longest: they start first, so that no process is left alone with one of them at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long folders first, or a random order for scripts/luck; GPU tests skip cleanly where there is no GPU.
-
-    The tests of Ray are one group for xdist, because several of Ray's clusters that start at once may choose the same
-    ports.
-    """
+    """Long folders first, or a random order for scripts/luck; GPU tests skip cleanly where there is no GPU."""
     if order := os.environ.get("TESTS_ORDER"):
         random.Random(order).shuffle(items)
     else:
         rank = {name: number for number, name in enumerate(_LONGEST)}
         items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
-    for item in items:
-        if "parameter" in item.nodeid or "ray_train" in item.nodeid:
-            item.add_marker(pytest.mark.xdist_group("ray"))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -87,9 +87,10 @@ def report_lines(report: Callable[[str, str | None], None]) -> None:
         encoding: str | None = None,
         errors: str | None = None,
         newline: str | None = None,
-        **others: Any,
+        *others: Any,
+        **named: Any,
     ) -> Any:
-        stream = open_file(file, mode, buffering, encoding, errors, newline, **others)
+        stream = open_file(file, mode, buffering, encoding, errors, newline, *others, **named)
         if not isinstance(stream, io.TextIOWrapper) or not stream.writable() or not _is_the_scripts(file):
             return stream
         return _TextFile(stream, mode, newline, lambda line: report(line, os.fsdecode(file)))
