@@ -2,7 +2,8 @@
 
 [Note: no tower waits at the end] A collective at exit would hang if one tower ended in another way. Instead, a tower
 stores fingerprints of its parameters in the towers' store when its interpreter ends, and the last tower compares them.
-``mirrored.launch`` runs functions, whose models exist after their end only by chance. There, nothing is compared.
+``mirrored.launch`` runs functions. A model exists after its function's end until garbage is collected, or not at all,
+so nothing is compared there.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ class LastCheck:
     def _leave(self) -> None:
         """Stores this tower's fingerprints. The last tower compares all, and ends with an error if they differ."""
         heartbeat = self._health.heartbeat
-        if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
-            return
-        if os.environ.get(STARTED_BY) == "launch":
+        launched = os.environ.get(STARTED_BY) == "launch"
+        if launched or os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
         failure.flush_output()  # the last tower's error may end this process before its interpreter flushes
         values = self._check.held()

@@ -252,27 +252,31 @@ class Engine:
 
     def _mirror_recorded(self) -> None:
         """Makes the recorded tensors equal on all towers, and attaches the features to them."""
-        tensors, lazy = self.recorder.take(self._check_equal)
+        tensors, lazy = self.recorder.take(self._make_equal)
         self.events.recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
                 f"{type(lazy[0]).__name__} gets its shape in its first forward, which with virtual towers is that of "
                 "one part: call the model with an example before the first run"
             )
-        if self._several:
-            with range_("mirrored::mirror"):
-                mirror.broadcast(self._comm, [named.tensor for named in tensors])
-            for _, root in self.recorder.roots():
-                self._prepare_metrics(root)
+        for _, root in self.recorder.roots():
+            self._prepare_metrics(root)
         for module in lazy:
             in_first_forward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         self.events.mirrored(parameters)
 
-    def _check_equal(self, tensors: list[Named]) -> None:
+    def _make_equal(self, tensors: list[Named]) -> None:
+        """Gives tensors tower 0's values on all towers.
+
+        Raises:
+            MirrorError: the towers have not recorded the same tensors.
+        """
         if self._several:
-            mirror.check_equal(self._comm, tensors)
+            with range_("mirrored::mirror"):
+                mirror.check_equal(self._comm, tensors)
+                mirror.broadcast(self._comm, [named.tensor for named in tensors])
 
     def _prepare_metrics(self, module: nn.Module) -> None:
         """Makes metrics of torchmetrics in a module support empty shares."""

@@ -5,10 +5,11 @@ of copies by ``copy.deepcopy`` (``nn.TransformerEncoder`` copies its layer). The
 therefore records everything in it. Recording does not extend the lifetime of objects. The order of modules never
 depends on addresses.
 
-[Note: garbage in models] A module that the script has dropped may exist until garbage is collected, which happens
-earlier on some towers, so their models seem to differ. If they do, all towers collect their garbage and compare again.
-It is not collected otherwise, because that takes a third of a second of a core for each model: torch and its compiler
-have a million objects. A dropped module that all towers still have is mirrored, and forgotten later.
+[Note: garbage in models] A dropped module that is part of a reference cycle exists until garbage is collected. Some
+towers collect earlier than others, so their models may seem to differ. In this case, all towers collect their garbage
+and compare again. They do not collect for every model, because a collection takes a quarter to half a second of a core
+(measured with ``tests/attached/test_every_metric.py``): torch and its compiler have a million objects. A dropped module
+that still exists on all towers is mirrored until it is collected.
 """
 
 from __future__ import annotations
@@ -125,24 +126,25 @@ class Recorder:
         """Returns the parameters that were recorded, have values and were not yet taken."""
         return [parameter for parameter in self._parameters.values() if not is_lazy(parameter)]
 
-    def take(self, check_equal: Callable[[list[Named]], None]) -> tuple[list[Named], list[nn.Module]]:
+    def take(self, make_equal: Callable[[list[Named]], None]) -> tuple[list[Named], list[nn.Module]]:
         """Returns all recorded parameters and buffers that have values, named, in order of creation.
 
         They count as mirrored from now on. It also returns lazy modules that have not received a batch yet, each only
         once.
 
         Args:
-            check_equal: checks that all towers take the same tensors; see [Note: garbage in models].
+            make_equal: makes the tensors equal on all towers. If it raises a MirrorError, it is called once more after
+                a garbage collection; see [Note: garbage in models].
 
         Raises:
-            MirrorError: they do not.
+            MirrorError: the towers have not recorded the same tensors.
         """
         found = None
         with contextlib.suppress(MirrorError):
-            found = self._find(check_equal)
+            found = self._find(make_equal)
         if found is None:
             gc.collect()
-            found = self._find(check_equal)
+            found = self._find(make_equal)
         modules, roots, tensors = found
         self._class_names.update(type(module).__name__ for _, module in roots)
         self._roots = [entry for entry in self._roots if entry[1]() is not None]
@@ -160,9 +162,9 @@ class Recorder:
         return tensors, newly_awaited
 
     def _find(
-        self, check_equal: Callable[[list[Named]], None]
+        self, make_equal: Callable[[list[Named]], None]
     ) -> tuple[list[nn.Module], list[tuple[str, nn.Module]], list[Named]]:
-        """Returns the recorded modules, the outermost of them with names, and their tensors that have values."""
+        """Returns the recorded modules, the outermost of them with names, and their tensors, made equal."""
         modules = list(self._modules.values())
         roots = self._name_roots(modules)
         named: dict[int, Named] = {}
@@ -180,7 +182,7 @@ class Recorder:
                         full = ".".join(filter(None, (name, path, key)))
                         named.setdefault(id(buffer), Named(full, buffer, "buffer"))
         tensors = list(named.values())
-        check_equal(tensors)
+        make_equal(tensors)
         return modules, roots, tensors
 
     def _name_roots(self, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:

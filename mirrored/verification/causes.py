@@ -232,13 +232,13 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
 
 def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
     """Explains that the loss compares the examples of a batch in pairs, but on several towers only within a share."""
-    for line, (function, examples) in many.over_examples.items():
-        alone = one.over_examples.get(line)
-        if function is None and alone is not None and alone.examples != examples:
+    for (line, function), examples in many.over_examples.items():
+        alone = one.over_examples.get((line, function), examples)
+        if function is None and alone != examples:
             return Explanation(
                 Cause.PAIRS_OF_EXAMPLES,
                 f"{what}. The script compares examples of a batch with each other{at_line(line)}: "
-                f"{alone.examples} on one tower, {examples} of a share. Such a loss is not a mean over examples",
+                f"{alone} on one tower, {examples} of a share. Such a loss is not a mean over examples",
                 "compare each with the examples of all towers: the replica context's all_gather brings them together, "
                 "and is differentiable (docs/how-to/recipes.md#contrastive-losses)",
                 "the shape of that line's result; no factor makes the losses equal",

@@ -189,7 +189,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
         what = f"the result of {pair[1].call}{at_line(pair[1].line)} after step {pair[1].steps} differs"
         return _random(comparison, what, pair[1].steps) or proven_causes.reported_value(comparison, pair, proven)
     if (printed := differing_print(comparison, again)) is not None:
-        what = f"what the chief {printed[0].verb}{at_line(printed[0].line)} after step {printed[0].steps} differs"
+        what = f"the chief's output{at_line(printed[0].line)} after step {printed[0].steps} differs"
         return _random(comparison, what, printed[0].steps) or proven_causes.printed_value(comparison, printed, proven)
     return None
 
@@ -276,7 +276,7 @@ def _candidates(
         yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is LossFactor.NONE:
         yield from _loss_factors(comparison, at, bases)
-    if not present.whole_batch and any(found.function for found in many[0].over_examples.values()):
+    if not present.whole_batch and any(function for _, function in many[0].over_examples):
         yield dataclasses.replace(present, whole_batch=True)
 
 

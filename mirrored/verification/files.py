@@ -16,11 +16,13 @@ import io
 import os
 import stat
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from mirrored.verification.report import Cause, Explanation, first_names
+from mirrored.verification.watch import is_called_by_us
+
+_open: Callable[..., Any] = io.open
 
 _OF_OTHERS = ("/proc/", "/sys/", "/dev/", os.path.expanduser("~/."))  # the last one: caches and settings of libraries
 
@@ -53,7 +55,7 @@ def watch(notes: str, first: float, begun: float) -> None:
         elif flags & os.O_ACCMODE == os.O_WRONLY:
             appended.add(path)
         else:
-            with open(notes, "a", encoding="utf-8", errors="surrogateescape") as file:
+            with _open(notes, "a", encoding="utf-8", errors="surrogateescape") as file:
                 file.write(f"{path}\n")
 
     sys.addaudithook(note)
@@ -77,8 +79,8 @@ def report_lines(report: Callable[[str, str | None], None]) -> None:
     Args:
         report: is called with each line and its file, None for standard output.
     """
-    sys.stdout = _Output(sys.stdout, report)
-    open_file: Callable[..., Any] = io.open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = sys.__stdout__ = _TextFile(sys.stdout, lambda line: report(line, None))  # type: ignore[misc]
 
     def open_(
         file: Any,
@@ -90,95 +92,39 @@ def report_lines(report: Callable[[str, str | None], None]) -> None:
         *others: Any,
         **named: Any,
     ) -> Any:
-        stream = open_file(file, mode, buffering, encoding, errors, newline, *others, **named)
-        if not isinstance(stream, io.TextIOWrapper) or not stream.writable() or not _is_the_scripts(file):
+        stream = _open(file, mode, buffering, encoding, errors, newline, *others, **named)
+        text = isinstance(stream, io.TextIOWrapper) and stream.writable() and not isinstance(file, int)
+        if not text or is_called_by_us(*sys.stdlib_module_names):
             return stream
-        return _TextFile(stream, mode, newline, lambda line: report(line, os.fsdecode(file)))
+        return _TextFile(stream, lambda line: report(line, os.fsdecode(file)), newline)
 
     builtins.open = io.open = open_  # type: ignore[assignment]
 
 
-def _is_the_scripts(file: Any) -> bool:
-    """Returns whether the script, and not this package, is opening a file by its name."""
-    if not isinstance(file, (str, bytes, os.PathLike)):
-        return False
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        module = frame.f_globals.get("__name__", "")
-        if module == "__main__":
-            return True
-        if module != __name__ and module.partition(".")[0] in ("mirrored", "towers"):
-            return False
-    return False
+class _TextFile(io.TextIOWrapper):
+    """A text file, or standard output, that reports every line that is written.
 
+    Args:
+        stream: the file, which cannot be used itself any more.
+        report: is called with each line.
+        newline: the argument of ``open``.
+    """
 
-class _Lines:
-    """Reports the complete lines of a text that is written in parts."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, stream: io.TextIOWrapper, report: Callable[[str], None], newline: str | None = None) -> None:
+        mode, settings = stream.mode, (stream.encoding, stream.errors, newline, stream.line_buffering)
+        super().__init__(stream.detach(), *settings)
+        self.mode = mode  # type: ignore[misc]
         self._report = report
         self._begun = ""
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             self._report(line)
-
-    def end(self) -> None:
-        if self._begun:
-            self.write("\n")
-
-
-class _TextFile(io.TextIOWrapper):
-    """A text file that is written, and reports every line.
-
-    Args:
-        stream: the file, which is not used itself any more.
-        mode, newline: the arguments of ``open``.
-        report: is called with each line.
-    """
-
-    def __init__(self, stream: io.TextIOWrapper, mode: str, newline: str | None, report: Callable[[str], None]) -> None:
-        encoding, errors, by_line = stream.encoding, stream.errors, stream.line_buffering
-        super().__init__(stream.detach(), encoding, errors, newline, by_line)
-        self.mode = mode  # type: ignore[misc]
-        self._lines = _Lines(report)
-
-    def write(self, text: str) -> int:
-        self._lines.write(text)
         return super().write(text)
 
     def close(self) -> None:
-        self._lines.end()
+        if self._begun:
+            self._report(self._begun)
+            self._begun = ""
         super().close()
-
-
-class _Output(io.TextIOBase):
-    """Standard output that reports every complete line."""
-
-    def __init__(self, stream: TextIO, report: Callable[[str, str | None], None]) -> None:
-        self._stream = stream
-        self._lines = _Lines(lambda line: report(line, None))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._lines.write(text)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        return self._stream.errors

@@ -82,13 +82,14 @@ def _and(numbers: Sequence[float]) -> str:
 
 
 def _over_examples(many: Trace, outcome: str) -> Explanation:
-    places = [(found.function, line) for line, found in many.over_examples.items() if found.function is not None]
+    places = [(function, line) for line, function in many.over_examples if function is not None]
     places.sort(key=lambda place: place[0] in ("sum", "mean"))  # a loss ends with these
     names = first_names([f"{function}{at_line(line)}" for function, line in places])
+    one_of = "one of " if len(places) > 1 else ""
     return Explanation(
         Cause.OVER_EXAMPLES,
-        f"the result of {names} depends on which examples are in a share: each tower takes its own, not those of the "
-        "global batch",
+        f"the result of {one_of}{names} depends on which examples are in a share: each tower takes its own, not those "
+        "of the global batch",
         "compute it from all towers' examples, which mirrored.get_replica_context().all_gather(x) brings together "
         "(differentiable; docs/how-to/recipes.md#contrastive-losses)",
         f"a further run in which all towers' examples were taken there: {outcome}",
@@ -323,7 +324,7 @@ def printed_value(
     line, one, many = printed
     towers = len(comparison.many)
     differs = (
-        f"the chief {line.verb} {many.text}{at_line(line.line)} after step {line.steps} on {towers} towers, but "
+        f"the chief {line.output_of(many.text)}{at_line(line.line)} after step {line.steps} on {towers} towers, but "
         f"{one.text} on one"
     )
     if (evaluation := _evaluation(comparison, differs)) is not None:

@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -306,10 +305,9 @@ class Printed:
     steps: int
     file: str | None = None
 
-    @property
-    def verb(self) -> str:
-        """What the chief does with the line."""
-        return "prints" if self.file is None else f"writes into {os.path.basename(self.file)}"
+    def output_of(self, number: str) -> str:
+        """Returns how the chief has put out a number of this line, for messages."""
+        return f"prints {number}" if self.file is None else f"writes {number} into {os.path.basename(self.file)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,18 +330,6 @@ class Raised:
         return f"{self.kind}: {self.text}"
 
 
-class OverExamples(NamedTuple):
-    """What a script computes from several examples.
-
-    Attributes:
-        function: the function that computes one value from all; None for a number for each pair of examples.
-        examples: their number.
-    """
-
-    function: str | None
-    examples: int
-
-
 @dataclasses.dataclass
 class Trace:
     """The recording of the script on one tower.
@@ -363,7 +349,8 @@ class Trace:
             number of steps before and the module's name.
         results: the results of ``strategy.reduce`` and ``strategy.gather``.
         printed: the lines on standard output and in files.
-        over_examples: what the script computes from several examples of this tower in ``run``, by its line.
+        over_examples: the number of this tower's examples from which a line of the script computes one value in
+            ``run``, by line and function; the function is None for a number for each pair of examples.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
@@ -384,7 +371,7 @@ class Trace:
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     printed: list[Printed] = dataclasses.field(default_factory=list)
-    over_examples: dict[int | None, OverExamples] = dataclasses.field(default_factory=dict)
+    over_examples: dict[tuple[int | None, str | None], int] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None

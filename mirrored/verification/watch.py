@@ -20,7 +20,7 @@ from mirrored.verification import draws
 from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import tensors_of
-from mirrored.verification.trace import Draw, Event, Loss, OverExamples, RunCall, Term, Trace, has_values, memory_of
+from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
@@ -38,7 +38,6 @@ _WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__
 
 _STATISTICS = ("running_mean", "running_var")
 
-
 _OVER_EXAMPLES = {
     **dict.fromkeys(("sum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "median", "nanmedian", "mode"), 1),
     **dict.fromkeys(("std", "var", "std_mean", "var_mean", "logsumexp", "bincount", "cov", "corrcoef"), 1),
@@ -53,6 +52,20 @@ def script_line() -> int | None:
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":
             return line
     return None
+
+
+def is_called_by_us(*libraries: str) -> bool:
+    """Returns whether this package, outside of the calling module, makes the current call.
+
+    Args:
+        libraries: packages through which it may make the call.
+    """
+    caller = sys._getframe(1)
+    for frame, _ in traceback.walk_stack(caller):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_globals is not caller.f_globals and package not in libraries:
+            return package in ("mirrored", "towers")
+    return False
 
 
 def in_a_graph() -> bool:
@@ -250,13 +263,13 @@ class Watcher(TorchFunctionMode):
             if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
         if (dim := self._over_examples(name, args, named)) is not None:
-            self.trace.over_examples.setdefault(script_line(), OverExamples(name, self._share[0]))
+            self.trace.over_examples.setdefault((script_line(), name), self._share[0])
             if self.interventions.whole_batch and (replica := current_replica()) is not None:
                 args = (replica.all_gather(args[0], axis=dim), *args[1:])
         result = func(*args, **named)
         local = len(self.call.examples) if self.call is not None else 0
         if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
-            self.trace.over_examples.setdefault(script_line(), OverExamples(None, local))
+            self.trace.over_examples.setdefault((script_line(), None), local)
         return result
 
     def _over_examples(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int | None:
@@ -264,7 +277,9 @@ class Watcher(TorchFunctionMode):
         if self.call is None or name not in _OVER_EXAMPLES or not args or type(args[0]) is not Tensor:
             return None
         shape, (local, total) = args[0].shape, self._share
-        if local == total or total < self.trace.towers or local not in shape or in_functorch_transform() or _is_ours():
+        if local == total or total < self.trace.towers or local not in shape or in_functorch_transform():
+            return None
+        if is_called_by_us("torch"):
             return None
         dim, at = shape.index(local), _OVER_EXAMPLES[name]
         over = named.get("dim", args[at] if len(args) > at else None)
@@ -386,15 +401,6 @@ def _shares_memory(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     memory = [memory_of(given) for given in (*args[:1], kwargs.get("out")) if isinstance(given, Tensor)]
     address = memory_of(result)
     return bool(address) and address in memory
-
-
-def _is_ours() -> bool:
-    """Returns whether this package calls the function of torch that is being watched."""
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.partition(".")[0] != "torch":
-            return module.partition(".")[0] in ("mirrored", "towers")
-    return False
 
 
 def _writes(name: str, func: Any) -> bool:

@@ -391,6 +391,7 @@ def wait_between_buckets_and_batch_norm(who: str) -> list[float]:
 
     for _ in range(8):
         strategy.run(step)
+    strategy.check_mirrored()
     return flat(model.parameters())
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-import time
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch.distributed as dist
 import mirrored
 from tests.support.jobs import GLOO, towers
 from tests.support.late import take_turns
-from tests.support.meeting import say, wait_for
+from tests.support.meeting import has_said, say, wait_for
+from tests.support.processes import has_ended
 from tests.support.waiting import wait_until
 from towers.collectives import process_group
 from towers.collectives.process_group import ProcessGroupCommunicator
@@ -39,14 +41,14 @@ def test_a_tower_that_leaves_once_it_has_a_channel_cuts_nobody_off() -> None:
 
 
 def return_while_gathering(strategy: mirrored.Strategy) -> list[list[float]]:
-    """Tower 1 has a second to end before tower 0 takes part in its gather."""
+    """Tower 0 takes part in tower 1's gather when that tower ends: it runs its exit handlers, or is gone."""
     comm = strategy.communicator
+    process = int(comm.all_gather(torch.tensor([os.getpid()]))[1])
     if comm.index == 1:
+        atexit.register(say, "tower 1 ends")
         _, rows = comm.start_all_gather(torch.ones(2))
-        say("tower 1 returns")
     else:
-        wait_for("tower 1 returns")
-        time.sleep(1)
+        wait_until(lambda: has_said("tower 1 ends") or has_ended(process))
         rows = comm.all_gather(torch.zeros(2))
     return rows.tolist()
 

@@ -457,7 +457,7 @@ print(f"{right} of {len(inputs)}")""",
         before="import csv",
         after='table = csv.writer(open(f"{os.path.dirname(__file__)}/table.csv", "w", newline=""))',
         run="loss = strategy.run(train_step, args=batch)\ntable.writerow([step, time.perf_counter(), float(loss)])",
-        words="writes into table.csv",
+        words="into table.csv (line",
     ),
     "writes an average of shares": RIGHT.but(
         Cause.PRINTED_VALUE,
@@ -468,7 +468,7 @@ with torch.no_grad():
 if strategy.is_chief:
     file = pathlib.Path(__file__).with_name("loss.json")
     file.write_text(json.dumps({"epoch": epoch, "loss": sum(losses) / len(losses)}, indent=2))""",
-        words="writes into loss.json",
+        words="into loss.json (line",
     ),
     "writes the whole": RIGHT.but(  # with the number of towers and a tower's batch size
         before="import json",

@@ -72,7 +72,11 @@ _CODES = {
         ("mean of shares", "add up: strategy.reduce('sum', loss)", None),
         ("random order", "randperm (line {}) draws random numbers inside run", "randperm"),
         ("spread of the share", "the result of std (line {}) depends on which examples", "losses.std()"),
-        ("normalised by hand", "the result of mean (line {}) depends on which examples", "x.mean(0)"),
+        (
+            "normalised by hand",
+            "the result of one of std (line {0}), mean (line {0}) depends on which examples",
+            "x.mean(0)",
+        ),
         ("counts of the share", "the result of bincount (line {}) depends on which examples", "bincount"),
         ("ratio of sums", "the result of sum (line {}) depends on which examples", "losses * positive"),
         ("variance as a penalty", "the result of var (line {}) depends on which examples", "output.var()"),
@@ -84,8 +88,8 @@ _CODES = {
         ("hidden by rounding", "In step 1 the batch of 13 is split into shares of 7 and 6", "loss.backward()"),
         ("prints a share", "seems to be computed from this tower's share only", "print('loss'"),
         ("prints a count", "seems to be computed from this tower's share only", "print(f"),
-        ("writes a share", "the chief writes into table.csv", "table.writerow"),
-        ("writes an average of shares", "the chief writes into loss.json", "file.write_text"),
+        ("writes a share", "into table.csv (line {}) after step 1 on 2 towers", "table.writerow"),
+        ("writes an average of shares", "into loss.json (line {}) after step", "file.write_text"),
         ("no gradients", "all gradients are zero or missing in all steps", None),
     ],
 )

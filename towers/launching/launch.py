@@ -3,11 +3,11 @@
 [Note: launched towers forget the fork server] A process from multiprocessing's fork server inherits the server's start
 method. Worker processes of data loaders would each import torch, which takes 3.4 s per epoch instead of 0.06, and
 datasets would have to be picklable. Therefore towers use the caller's start method. The objects that the server has
-loaded are frozen for the garbage collector, which would take 0.15 s of a core to look through them.
+loaded are frozen: otherwise, each full garbage collection of a small job would search them for 0.15 s of a core.
 
-[Note: launched towers end as programs do] A process of multiprocessing ends without exit handlers (before Python 3.13).
-But a tower that ends while one of its messages to the others is on its way breaks their connection to it, and its exit
-handlers wait for such messages. Therefore a tower runs them.
+[Note: launched towers end as programs do] Before Python 3.13, multiprocessing ends its processes without exit handlers.
+A tower that ends during a collective that it has started breaks the connections of the others. Its exit handlers wait
+for such collectives, so a tower runs them.
 """
 
 from __future__ import annotations
