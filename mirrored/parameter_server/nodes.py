@@ -26,7 +26,7 @@ from towers.errors import StartupError
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.system.text import split_address
-from towers.system.timeouts import clock, wait_until
+from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import JOB_TOKEN
 
 log = get_logger("mirrored")
@@ -35,6 +35,10 @@ _JOBS = ("worker", "ps")
 
 _HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
 """A node that does not answer five times in a row counts as lost. (Ray's defaults are 3 and 10 seconds.)"""
+
+
+_TOO_SLOW = "timed out during startup"
+"""Ray's words for a node that did not start within 30 seconds, which Ray has no option for."""
 
 
 class Cluster:
@@ -129,6 +133,17 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
     """Makes this process a node until the chief ends; see [Note: tasks are nodes]."""
     if not wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5):
         raise StartupError(f"the chief did not connect to {chief} within {timeout:.0f} s: {task} at {address} ends")
+    deadline = Deadline(timeout)
+    while (failure := _serve(task, address, chief)) is not None:
+        if _TOO_SLOW not in failure or deadline.has_passed():
+            raise StartupError(f"{task} at {address} has ended as a node of the Ray cluster at {chief}:\n{failure}")
+        log.warning("the node of %s did not start in the time that Ray gives it, and is started again", task)
+    log.info("nothing listens at %s any more: %s ends", chief, task)
+    sys.exit(0)
+
+
+def _serve(task: str, address: str, chief: str) -> str | None:
+    """Is a node until it ends, and returns Ray's output, or until nothing listens at the chief's address (None)."""
     options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
     environment = {"RAY_AUTH_MODE": "token", **os.environ}  # ray.init sets it, but Ray's command does not
@@ -141,14 +156,11 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
         log.info("%s at %s is a node of the Ray cluster at %s", task, address, chief)
         while node.poll() is None and machine.answers(*split_address(chief)):
             clock.sleep(1)
-        if node.poll() is not None and machine.answers(*split_address(chief)):
-            output.seek(0)
-            raise StartupError(
-                f"{task} at {address} has ended as a node of the Ray cluster at {chief}:\n{output.read().strip()}"
-            )
+        failed = node.poll() is not None and machine.answers(*split_address(chief))
+        output.seek(0)
+        text = output.read().strip()
     keeper.communicate()
-    log.info("nothing listens at %s any more: %s ends", chief, task)
-    sys.exit(0)
+    return text if failed else None
 
 
 def _ip_of(address: str) -> str | None:

@@ -160,6 +160,26 @@ def test_a_worker_whose_task_is_killed_is_not_waited_for_and_comes_back(tasks: T
         assert "nothing listens at" in end_of(node, 0)[1]
 
 
+def test_a_node_that_starts_too_slowly_is_started_again(tasks: Tasks) -> None:
+    chief, *nodes, server = tasks.start_all()
+    raylets: list[int] = []
+
+    def stop_raylet() -> bool:
+        raylets[:] = [pid for pid, command in descendants(server.pid).items() if command.split()[0].endswith("/raylet")]
+        for pid in raylets:
+            os.kill(pid, signal.SIGSTOP)
+        return bool(raylets)
+
+    wait_until(stop_raylet)
+    await_ends(*raylets)
+    train(chief)
+    assert "done" in end_of(chief, 0)[0]
+    assert "the node of ps:0 did not start in the time that Ray gives it" in end_of(server, 0)[1]
+    for node in nodes:
+        end_of(node, 0)
+
+
+@pytest.mark.seconds
 @pytest.mark.row(67)
 def test_a_server_whose_task_is_killed_ends_all(tasks: Tasks) -> None:
     chief, *workers, server = tasks.start_all()
