@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,12 @@ pytestmark = pytest.mark.extended
 REFUSED = {"Circle"}
 
 
-@functools.cache
-def of_one_tower(which: str) -> dict[tuple[str, int], Any]:
-    [found] = launch(every.results, which, count=1)
-    return dict(found)
-
-
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(("which", "tried"), [("metrics", 41), ("losses", 22), ("layers", 14)])
-def test_each_has_the_numbers_of_one_tower_or_is_refused(which: str, tried: int, count: int) -> None:
-    alone = of_one_tower(which)
+def test_each_has_the_numbers_of_one_tower_or_is_refused(which: str, tried: int) -> None:
+    [alone] = launch(every.results, which, count=1)
     assert len({name for name, _ in alone}) >= tried  # of Keras 3.15
     assert not [place for place, value in alone.items() if isinstance(value, str)]
-    for found in launch(every.results, which, count=count):
+    for found in [*launch(every.results, which, count=2), *launch(every.results, which, count=3)]:
         for place, expected in alone.items():
             if place[0] in REFUSED:
                 assert f"keras.losses.{place[0]} compares" in found[place]
