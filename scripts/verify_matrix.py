@@ -15,6 +15,7 @@ import time
 
 import mirrored
 from mirrored.verification import Cause
+from tests.verification.ports.mistakes import MISTAKES, PORTS, Mistake, is_named, text_of
 from tests.verification.scripts import PROGRAMS, SCRIPTS, script_in
 
 EXAMPLES = PROGRAMS.parents[2] / "examples"
@@ -31,6 +32,7 @@ class Case:
     words: str = ""
     steps: int = 5
     exact: bool = False
+    mistake: Mistake | None = None
 
 
 def cases(folder: pathlib.Path) -> list[Case]:
@@ -66,6 +68,12 @@ def cases(folder: pathlib.Path) -> list[Case]:
     for name, script in SCRIPTS.items():
         path = script_in(folder, name)
         chosen.append(Case(name, path, (), script.causes, script.words, script.steps, script.exact))
+    ports = [path for path in sorted(PORTS.glob("*.py")) if path.stem not in ("__init__", "mistakes")]
+    chosen += [Case(f"port {path.stem}", path) for path in ports]
+    for number, mistake in enumerate(MISTAKES):
+        path = folder / f"{mistake.port}{number}.py"
+        path.write_text(text_of(mistake))
+        chosen.append(Case(f"port {path.stem}", path, causes=mistake.causes, mistake=mistake))
     return chosen
 
 
@@ -74,6 +82,9 @@ def judge(case: Case, towers: int) -> tuple[bool, str]:
     report = mirrored.verify(case.script, case.arguments, towers=towers, steps=case.steps, exact=case.exact)
     verdict = ", ".join(cause.value for cause in report.causes) or "the same"
     text = " ".join(str(report).split())
+    if case.mistake is not None:
+        good = is_named(case.mistake, report.causes, text)
+        return good, verdict if good else f"{verdict}\n{report}"
     good = report.causes == case.causes and case.words in text and report.equal == (not case.causes)
     if "Not reached:" in text:
         verdict += ", evaluation not reached"

@@ -83,6 +83,7 @@ class DistributedDataset(ABC):
             )
         self.hints_at_epochs = False
         self._running = epoch = self._begin(self._epoch)
+        batches = self._batches(epoch, step)  # recorded by `mirrored verify`, also if the check fails
         self._check_agreement(epoch, step)
         if self._saved_order is not None and epoch.digest != self._saved_order:
             raise ValueError(
@@ -96,7 +97,7 @@ class DistributedDataset(ABC):
         in_script = threading.current_thread() is threading.main_thread()
         health.loops = loop = health.loops + 1
         try:
-            for batch, share in health.each(LOADING, self._batches(epoch, step)):
+            for batch, share in health.each(LOADING, batches):
                 if in_script:
                     health.batches.set(loop, BatchInHand(loop, epoch.number, step))
                 step += 1

@@ -136,8 +136,8 @@ class StreamDataset(DistributedDataset):
             counts = ", ".join(f"{count} on tower {tower}" for tower, count in enumerate(totals))
             what = f"batch {step} of the stream has different numbers of examples: {counts}"
         raise DisagreementError(
-            f"{what}; an IterableDataset must give every tower the same examples (each takes its own share of them): "
-            "use distribute_datasets_from_function for streams that differ"
+            f"{what}; an IterableDataset or a loader of ready batches must give every tower the same examples (each "
+            "takes its share of them): use distribute_datasets_from_function for streams that differ"
         )
 
 

@@ -2,11 +2,12 @@
 
 Inside the towers of a run: ``record`` (hooks, and the end of the script), ``watch`` (calls of torch), ``loss_graph``,
 ``draws`` (random numbers), ``padding``, ``interventions`` (changes of a run). Each tower returns a ``trace``.
-Afterwards: ``compare`` (differences between two runs), ``causes`` (causes that traces show), ``explain`` (further runs
-that prove a cause), ``proven_causes``, ``report``. ``verify`` combines these.
+Afterwards: ``compare`` (differences between two runs), ``causes`` (the table of causes), ``facts`` (causes that traces
+show), ``explain`` and ``proofs`` (further runs that prove a cause), ``report``. ``verify`` combines these.
 """
 
-from mirrored.verification.report import Cause, Explanation, VerificationReport
+from mirrored.verification.causes import Cause, Explanation
+from mirrored.verification.report import VerificationReport
 from mirrored.verification.verify import verify
 
 __all__ = ["Cause", "Explanation", "VerificationReport", "verify"]

@@ -1,381 +1,232 @@
-"""The causes that traces alone show: failures, towers that differ from each other, other examples, buffers."""
+"""The causes that ``mirrored verify`` names: one table, with the answer that each gives and its fix.
+
+What happens, and the evidence, depend on the script. They are written where a cause is found: ``facts`` (the traces
+show it), ``proofs`` (a further run has shown it) and ``explain``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import enum
 from collections.abc import Sequence
 
-from mirrored.verification.compare import RunComparison
-from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
-from mirrored.verification.trace import Draw, RunCall, Sketch, Trace, comparable
 
-_ON_ALL_TOWERS = (
-    "change it identically on all towers: not under `if strategy.is_chief:`, and not with values that differ"
+class Verdict(enum.IntEnum):
+    """The answer of a verification. The value is the exit code of ``mirrored verify``."""
+
+    SAME = 0
+    DIFFERENT = 1
+    CANNOT_TELL = 2
+    FAILS_ON_ONE_TOWER = 3
+
+
+_DIFFERENT, _CANNOT_TELL, _FAILS_ON_ONE = Verdict.DIFFERENT, Verdict.CANNOT_TELL, Verdict.FAILS_ON_ONE_TOWER
+
+_LOSSES = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
+_IN_SCOPE = (
+    "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the first run"
 )
-
-# -- scripts that fail, or make no step ------------------------------------------------------------------
-
-
-def failure(comparison: RunComparison) -> Explanation | None:
-    """Explains that the script raised an exception in one run or in both."""
-    one, many = comparison.one, comparison.many
-    if comparison.cut_short:
-        return None
-    raised = [(tower, trace.raised) for tower, trace in enumerate(many) if trace.raised is not None]
-    if one.raised is not None:
-        line, text = at_line(one.raised.line), one.raised.traceback
-        if raised:
-            what = f"the script fails on one tower, too{line}: {one.raised}"
-            return Explanation(Cause.FAILS_EVERYWHERE, what, "make it run on one tower first", text)
-        what = f"the script fails on one tower{line}, but not on {len(many)}: {one.raised}"
-        return Explanation(Cause.FAILS_ON_ONE, what, "look for code that takes several towers for granted", text)
-    if not raised:
-        return None
-    for trace in many:
-        if trace.raised is not None and trace.raised.batch_norm is not None:
-            return Explanation(
-                Cause.BATCH_NORM,
-                f"batch norm ({trace.raised.batch_norm}) takes the statistics of each tower's own examples, which "
-                "fails where a share is a single example; one tower takes those of the whole batch",
-                BATCH_NORM_FIX,
-                str(trace.raised),
-            )
-    tower, first = min(raised, key=lambda failed: failed[1].consequence)
-    error = f"on {len(many)} towers the script ends{at_line(first.line)} in {first}"
-    for trace in many:
-        if not trace.steps or trace.steps[-1].after:
-            continue
-        last = trace.steps[-1]
-        step = f"{last.optimizer[1]}.step() at step {len(trace.steps)}{at_line(last.line)}"
-        if last.foreign:
-            return Explanation(
-                Cause.OUTSIDE_SCOPE,
-                f"{first_names(last.foreign)} was created outside strategy.scope(), so its gradient is each tower's "
-                f"own, and {step} would let the towers drift apart; the script runs on one tower",
-                "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the "
-                "first run",
-                error,
-            )
-        if last.unsynced:
-            return Explanation(
-                Cause.STEP_BEFORE_AVERAGING,
-                f"{step} runs before the gradients are averaged: that of {last.unsynced[0]} was accumulated "
-                "under strategy.no_sync(), which has no effect on one tower",
-                "let the last backward before the step run outside of no_sync(); the step may stay where it is",
-                error,
-            )
-    drifting = drift(many) or _write_on_some_towers(many, len(many[0].steps))
-    if drifting is not None:
-        return dataclasses.replace(drifting, shown_by="; ".join(filter(None, (drifting.shown_by, error))))
-    if (twice := _split_twice(comparison, "", error)) is not None:
-        return twice
-    return Explanation(
-        Cause.FAILS_ON_TOWERS,
-        f"the script runs on one tower, but on {len(many)} towers tower {tower} fails{at_line(first.line)}: {first}",
-        "see the error's own advice",
-        first.traceback,
-    )
+_WHOLE = "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself"
+_GATHER = "the replica context's all_gather brings together (differentiable; docs/how-to/recipes.md#contrastive-losses)"
 
 
-def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
-    """Explains that the script fails on this number of towers only while it is recorded, so it is not at fault."""
-    return Explanation(
-        Cause.FAILS_WHEN_WATCHED,
-        f"this script cannot be compared. It runs on {plural(towers, 'tower')}, but not while verify watches its "
-        f"calls of torch: {failed.what}",
-        (
-            "exclude the failing part from the comparison, for example with an argument of the script; it may well "
-            "be right"
-        ),
-        failed.shown_by,
-    )
+class Cause(enum.Enum):
+    """Why N towers compute something other than one tower.
 
-
-def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
-    """Explains that the script does not train, or does not use the towers."""
-    one, many = comparison.one, comparison.many
-    if not one.steps and not one.results and not any(trace.steps for trace in many):
-        return nothing_compared(one)
-    if all(trace.towers != len(many) for trace in many):
-        return Explanation(
-            Cause.NO_TOWERS,
-            f"the script calls strategy.run of no strategy with {len(many)} towers, so each tower trains for itself",
-            "make a mirrored.MirroredStrategy() and call strategy.run(train_step, args=batch)",
-        )
-    return None
-
-
-def nothing_compared(one: Trace) -> Explanation:
-    """Explains that no difference was found, but that there was no step to compare, or none that shows anything."""
-    fix = "give verify a script that trains by an optimizer of torch.optim"
-    if one.steps:
-        what = "all gradients are zero or missing in all steps, so that equal runs show nothing"
-        fix = "see why the loss does not depend on the parameters"
-    elif any(call.trained for call in one.calls):
-        what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
-    else:
-        what = "no step was compared: the script makes no step of an optimizer"
-    if one.results:
-        what += f". Of {len(one.results)} results that are reduced or gathered none differs"
-    elif not one.steps:
-        what += ", and calls neither strategy.reduce nor strategy.gather"
-    return Explanation(Cause.NOTHING_TRAINED, what, fix)
-
-
-def unseeded(comparison: RunComparison) -> Explanation:
-    """Explains that towers draw different random numbers before the strategy is created."""
-    first = comparison.first
-    if (failed := failure(comparison)) is not None:
-        shown = failed.what
-    elif first is not None:
-        shown = f"the {first.kind} of step {first.step + 1} is not that of one tower"
-    else:
-        shown = "the towers' data or results are not those of one tower"
-    return Explanation(
-        Cause.UNSEEDED,
-        f"each tower draws its own random numbers above the strategy, where nothing seeds them: {shown}",
-        "seed them first (torch.manual_seed, random.seed, numpy.random.seed), or create the strategy before: below it, "
-        "all towers draw the same",
-        "a further run in which all towers started with one seed",
-    )
-
-
-# -- towers that differ from each other ------------------------------------------------------------------
-
-
-def drift(many: Sequence[Trace]) -> Explanation | None:
-    """Explains that the towers' parameters differ from each other, which is always an error."""
-    for at, steps in enumerate(zip(*(trace.steps for trace in many), strict=False)):
-        entering = [next((call.parameters for call in trace.calls if call.steps == at), {}) for trace in many]
-        before = [step.before for step in steps]
-        after = [{name: sketch.digest for name, sketch in step.after.items()} for step in steps]
-        for moment, digests in (("run", entering), ("step", before), ("end", after)):
-            names = [name for name in digests[0] if len({digest.get(name) for digest in digests}) > 1]
-            if not all(digests) or not names:
-                continue
-            foreign = [name for name in names if any(name in step.foreign for step in steps)]
-            if foreign:
-                return Explanation(
-                    Cause.OUTSIDE_SCOPE,
-                    f"{first_names(foreign)} was created outside strategy.scope(), and differs between the towers from "
-                    f"step {at + 1} on",
-                    "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module)",
-                    f"compared bit by bit at step {at + 1}",
-                )
-            return _changed(many, at, moment, names)
-    return None
-
-
-def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) -> Explanation:
-    """Explains that parameters differ since the ``moment`` of step ``at``.
-
-    The moment is the start of the ``run``, before the optimizer's ``step``, or after it (``end``).
+    Attributes:
+        value: the short name in the report.
+        fix: what to change, unless an explanation has other advice.
+        verdict: the answer of a report with this cause alone.
     """
-    if moment == "end":
-        steps = [trace.steps[at] for trace in many]
-        gradients = [{name: step.gradients.get(name) for name in names} for step in steps]
-        what = "its gradient" if any(g != gradients[0] for g in gradients) else "the optimizer or its learning rate"
-        when = f"in step {at + 1}{at_line(steps[0].line)}, where {what} is not the same on all towers"
-    elif moment == "step":
-        when = f"in the run of step {at + 1}, before the optimizer's step"
-    else:
-        when = f"after step {at}, outside of the optimizer" if at else "before step 1"
-    shown = f"the towers' bits were equal before, and differ {'after' if moment == 'end' else 'at'} step {at + 1}"
-    written = _write_on_some_towers(many, at, names)
-    if written is not None:
-        return dataclasses.replace(written, shown_by=shown)
-    what = f"the towers are no longer mirror images: {first_names(names)} is changed {when}"
-    return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, _ON_ALL_TOWERS, shown)
 
+    fix: str
+    verdict: Verdict
 
-def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] | None = None) -> Explanation | None:
-    """Explains that only some towers have written to a parameter (or to one of ``names``) after step ``at``."""
-    writers: dict[tuple[str, int | None], list[int]] = {}
-    for tower, trace in enumerate(many):
-        for parameter, line in {(write.what, write.line) for write in trace.writes if write.steps == at}:
-            if names is None or parameter in names:
-                writers.setdefault((parameter, line), []).append(tower)
-    for (parameter, line), towers in writers.items():
-        if len(towers) < len(many):
-            by = f", by line {line}" if line is not None else ""
-            return Explanation(
-                Cause.CHANGED_ON_ONE_TOWER,
-                f"tower {', '.join(map(str, towers))} alone changes {parameter} after step {at}, outside the "
-                f"optimizer{by}; from then on the towers are no longer mirror images",
-                _ON_ALL_TOWERS,
-            )
-    return None
+    def __new__(cls, name: str, fix: str, verdict: Verdict = _DIFFERENT) -> Cause:
+        cause = object.__new__(cls)
+        cause._value_, cause.fix, cause.verdict = name, fix, verdict
+        return cause
 
-
-def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
-    """Explains that a model that all towers evaluate differs between them. Models of only some towers may differ."""
-    for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
-        models = [
-            {name: digests for (at, name), digests in trace.evaluated_models.items() if at == steps} for trace in many
-        ]
-        if any(model.keys() != models[0].keys() for model in models):
-            continue
-        for name, digests in models[0].items():
-            differing = [path for path in digests if len({model[name].get(path) for model in models}) > 1]
-            if differing:
-                return Explanation(
-                    Cause.CHANGED_ON_ONE_TOWER,
-                    f"the towers evaluate {name} after step {steps}, but it differs between them: they differ in "
-                    f"{first_names(differing)}, although training is the same. An average of the weights that "
-                    "only the chief updates, for example, keeps its initial values on the other towers",
-                    "update it identically on all towers, or use it on the chief alone",
-                    "compared bit by bit where it was called",
-                )
-    return None
-
-
-def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
-    """Explains that the loss compares the examples of a batch in pairs, but on several towers only within a share."""
-    for (line, function), examples in many.over_examples.items():
-        alone = one.over_examples.get((line, function), examples)
-        if function is None and alone != examples:
-            return Explanation(
-                Cause.PAIRS_OF_EXAMPLES,
-                f"{what}. The script compares examples of a batch with each other{at_line(line)}: "
-                f"{alone} on one tower, {examples} of a share. Such a loss is not a mean over examples",
-                "compare each with the examples of all towers: the replica context's all_gather brings them together, "
-                "and is differentiable (docs/how-to/recipes.md#contrastive-losses)",
-                "the shape of that line's result; no factor makes the losses equal",
-            )
-    return None
-
-
-def shared_stream(many: Sequence[Trace]) -> Explanation | None:
-    """Explains that all towers draw the same random numbers for different examples."""
-    for calls in zip(*(trace.calls for trace in many), strict=False):
-        if not all(call.trained for call in calls):
-            continue  # evaluations may start from one seed on purpose
-        for draws in zip(*(call.draws for call in calls), strict=False):
-            first: Draw = draws[0]
-            sizes = [draw.shape[0] if draw.shape else 0 for draw in draws]
-            per_example = first.dropout or sizes == [_size(call) for call in calls]
-            same = all(draw.state == first.state and draw.by == first.by for draw in draws)
-            if per_example and same and all(sizes):
-                return Explanation(
-                    Cause.SHARED_RANDOM_STREAM,
-                    f"at step {calls[0].steps + 1} {first.by}{at_line(first.line)} draws the same random numbers on "
-                    f"all {len(many)} towers: each of them drops or adds the same for its own, different examples",
-                    "do not seed the generators inside or between the calls of run (torch.manual_seed and the "
-                    "like): the strategy gives each tower its own stream; MirroredStrategy(seed=…) makes it "
-                    "repeatable",
-                    "the generators of all towers were in the same state at that moment",
-                )
-    return None
-
-
-def _size(call: RunCall) -> int:
-    return call.shares[0][0] if call.shares else len(call.examples)
-
-
-# -- other parameters, examples and buffers -----------------------------------------------------------------------
-
-
-def other_start(one: Trace, again: Trace) -> bool:
-    """Returns whether two runs on one tower start their first step with different parameters."""
-    return any(step.before != other.before for step, other in zip(one.steps[:1], again.steps, strict=False))
-
-
-def other_data(comparison: RunComparison) -> Explanation | None:
-    """Explains that the towers' shares together are not one tower's batch."""
-    towers = len(comparison.many)
-    for call, shares in comparison.training_calls():
-        if not all(each.trained and each.examples_come_first for each in (call, *shares)):
-            continue
-        batch, received = Counter(call.examples), [Counter(share.examples) for share in shares]
-        together, step = sum(received, Counter()), f"step {call.steps + 1}"
-        if comparable(batch, together) and together != batch and any(share != batch for share in received):
-            return _other_batch(comparison, step, batch, together)
-        alone = Counter(call.seen_by_model)
-        seen = sum((Counter(share.seen_by_model) for share in shares), Counter())
-        if batch not in received and seen != alone and not seen - alone:
-            return Explanation(
-                Cause.SHARDED_TWICE,
-                f"at {step} the model receives {seen.total()} examples on {towers} towers, but {alone.total()} "
-                "on one: the batch given to run is this tower's share already, and the function that run calls "
-                "splits it again",
-                "use the whole batch that run was given",
-                "the examples given to run are the same; those given to the model are a part of them",
-            )
-    return None
-
-
-def _split_twice(comparison: RunComparison, first: str, shown: str) -> Explanation | None:
-    """Explains that a dataset was split by tower before it was distributed, if its sizes show that."""
-    towers = len(comparison.many)
-    for alone, each in zip(comparison.one.datasets, comparison.many[0].datasets, strict=False):
-        if alone != each and abs(each * towers - alone) < towers:
-            return Explanation(
-                Cause.SHARDED_TWICE,
-                f"the data is split twice: the dataset given to distribute_dataset has {each} examples on each "
-                f"of {towers} towers, but {alone} on one, and each tower's part is split again, so that most "
-                f"examples are never used{first}",
-                "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself",
-                shown,
-            )
-    return None
-
-
-def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:
-    towers, missing = len(comparison.many), (batch - together).total()
-    shown = f"the examples of {step} are other ones: {missing} of one tower's {batch.total()} reach no tower"
-    if (twice := _split_twice(comparison, f" (first at {step})", shown)) is not None:
-        return twice
-    sizes = f"{together.total()} examples on {towers} towers, {batch.total()} on one"
-    if together.total() == towers * batch.total():
-        sizes += ": each tower takes a batch of the full size"
-    return Explanation(
-        Cause.OTHER_DATA,
-        f"{step} is computed on other examples: {sizes}; {missing} of one tower's examples reach no tower, and "
-        f"{(together - batch).total()} of the towers' are not in one tower's batch",
-        "distribute the data with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not "
-        "depend on the number of towers",
-        "a comparison of the examples given to run, bit by bit",
+    # The script ends early, or cannot be compared.
+    FAILS_EVERYWHERE = "fails-everywhere", "make it run on one tower first", _FAILS_ON_ONE
+    FAILS_ON_ONE = "fails-on-one-tower", "look for code that takes several towers for granted", _FAILS_ON_ONE
+    FAILS_ON_TOWERS = "fails-on-towers", "see the error's own advice"
+    FAILS_WHEN_WATCHED = (
+        "fails-when-watched",
+        "exclude the failing part from the comparison, for example with an argument of the script; it may be right",
+        _CANNOT_TELL,
     )
+    NO_TOWERS = "no-towers", "make a mirrored.MirroredStrategy() and call strategy.run(train_step, args=batch)"
+    NOT_REPRODUCIBLE = (
+        "not-reproducible",
+        "look for seeds taken from the clock, orders that change from run to run, and files that the script itself "
+        "writes and reads",
+        _CANNOT_TELL,
+    )
+    NOT_COMPARABLE = (
+        "not-comparable",
+        "exclude the code that writes or reads them (a backup, a checkpoint, a cache), for example with an argument of "
+        "the script, or let the script start with new files",
+        _CANNOT_TELL,
+    )
+    NOTHING_TRAINED = "nothing-trained", "give verify a script that trains by an optimizer of torch.optim", _CANNOT_TELL
 
+    # The loss.
+    LOCAL_MEAN = "local-mean", _LOSSES
+    SUM_LOSS = "sum-loss", f"{_LOSSES}, and raise the learning rate, if it was chosen for a sum"
+    SUM_OVER_GLOBAL_BATCH = "sum-over-global-batch", f"{_LOSSES} (in Keras' fit and add_loss, a mean over examples)"
+    DIVIDED_TWICE = "divided-twice", f"do not divide by the number of towers; or {_LOSSES}"
+    LOSS_SCALE = "loss-scale", _LOSSES
+    PAIRS_OF_EXAMPLES = "pairs-of-examples", f"compare each with the examples of all towers, which {_GATHER}"
+    OVER_EXAMPLES = "over-examples", f"compute it from all towers' examples, which {_GATHER}"
 
-def data_compared(comparison: RunComparison, at: int) -> bool:
-    """Returns whether the examples in the arguments of ``run`` for step ``at`` could be compared."""
-    for call, shares in comparison.training_calls():
-        if call.steps == at:
-            calls = (call, *shares)
-            known = all(each.examples and each.examples_come_first for each in calls)
-            return known and comparable(*(each.examples for each in calls))
-    return False
-
-
-def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
-    """Explains which buffers differ from one tower's after step ``at``."""
-    names = comparison.buffers_beyond(at)
-    if not names:
-        return None
-    one = comparison.one.steps[at].buffers[names[0]]
-    sketches = [b for trace in comparison.many if (b := trace.steps[at].buffers.get(names[0])) is not None]
-    what = f"{first_names(names)} after step {at + 1} differs from one tower's"
-    if len({sketch.digest for sketch in sketches}) > 1:
-        towers, relation = len(comparison.many), _together(one, sketches)
-        what += f": a buffer that each of the {towers} towers computes from its own examples{relation}"
-    return Explanation(
-        Cause.BUFFER,
-        what,
+    # The model.
+    BATCH_NORM = (
+        "batch-norm",
+        "create the model in strategy.scope(sync_batch_norm=True), or use a norm that looks at one example (GroupNorm, "
+        "LayerNorm)",
+    )
+    PADDING = (
+        "padding",
+        "keep padding out of the model (a mask, packed sequences) and of means: (losses * mask).sum(1) / mask.sum(1), "
+        "not losses.mean(1)",
+    )
+    BUFFER = (
+        "buffer",
         "compute it from all towers' examples (mirrored.get_replica_context().all_reduce inside run, "
         "sync_batch_norm=True), or, where each tower is to keep its own, outside of the state_dict "
         "(register_buffer(…, persistent=False))",
-        "compared with one tower's after each step",
+    )
+    OUTSIDE_SCOPE = "outside-scope", _IN_SCOPE
+    CHANGED_ON_ONE_TOWER = (
+        "changed-on-one-tower",
+        "change it identically on all towers: not under `if strategy.is_chief:`, and not with values that differ",
+    )
+
+    # Random numbers.
+    UNSEEDED = (
+        "unseeded",
+        "seed them first (torch.manual_seed, random.seed, numpy.random.seed), or create the strategy before: below it, "
+        "all towers draw the same",
+    )
+    SHARED_RANDOM_STREAM = (
+        "shared-random-stream",
+        "do not seed the generators inside or between the calls of run (torch.manual_seed and the like): the strategy "
+        "gives each tower its own stream; MirroredStrategy(seed=…) makes it repeatable",
+    )
+    RANDOM_IN_RUN = (
+        "random-in-run",
+        "draw them in the dataset, where they are seeded per example (for episodes of an environment, distribute their "
+        "seeds: docs/how-to/recipes.md#reinforcement-learning), or exclude them from the comparison; an operation that "
+        "mixes the examples of a batch is the same on any number of virtual towers (docs/how-to/recipes.md#mixup)",
+        _CANNOT_TELL,
+    )
+
+    # The data.
+    SHARDED_TWICE = "sharded-twice", _WHOLE
+    OTHER_DATA = (
+        "other-data",
+        "distribute the data with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not depend "
+        "on the number of towers",
+    )
+    EVALUATION_PADDING = (
+        "evaluation-padding",
+        "share the evaluation's data out with strategy.distribute_dataset, which repeats nothing (shares may be uneven "
+        "or empty), and add up sums and counts with strategy.reduce('sum', …)",
+    )
+    EVALUATION_DROPS = (
+        "evaluation-drops",
+        "share the evaluation's data out with strategy.distribute_dataset without drop_last",
+    )
+
+    # The optimizer, and the gradients that it is given.
+    CHANGED_BEFORE_AVERAGING = (
+        "changed-before-averaging",
+        "change gradients where they are averaged: after the last backward(), which is outside of no_sync",
+    )
+    CHANGED_AFTER_AVERAGING = (
+        "changed-after-averaging",
+        "change gradients by the same amounts on any number of towers: neither divide them by the number of towers nor "
+        "reduce them again",
+    )
+    STEP_BEFORE_AVERAGING = (
+        "step-before-averaging",
+        "let the last backward before the step run outside of no_sync(); the step may stay where it is",
+    )
+    LEARNING_RATE = (
+        "learning-rate",
+        "use the same learning rate on any number of towers, and scale it only together with the global batch size",
+    )
+    OPTIMIZER_SETTING = "optimizer-setting", "use the same setting on any number of towers"
+    SCHEDULE = (
+        "schedule",
+        "step the schedule once after each optimizer step, whatever the number of towers, and count its total in "
+        "global batches: len(distributed dataset)",
+    )
+    STEPS = "number-of-steps", "let the number of steps and of epochs not depend on the number of towers"
+
+    # What the script reports.
+    REPORTED_VALUE = (
+        "reported-value",
+        "reduce sums and counts with 'sum' and divide afterwards; a mean of the towers' means is not the mean",
+    )
+    PRINTED_VALUE = (
+        "printed-value",
+        "combine the towers' values before printing, with strategy.reduce, strategy.gather or a metric",
+    )
+
+    ROUNDING = (
+        "rounding",
+        "for the same bits on any number of towers use virtual towers, otherwise compare without --exact",
+    )
+    UNKNOWN = (
+        "unknown",
+        "look for code that depends on the number of towers or on the size of the share: num_replicas_in_sync, len(x), "
+        "statistics over the batch, a state that each tower keeps for itself",
     )
 
 
-def _together(one: Sketch, sketches: Sequence[Sketch]) -> str:
-    """Returns how the towers' values combine to one tower's, or ""."""
-    sums = [sum(column) for column in zip(*(sketch.sample for sketch in sketches), strict=False)]
-    for what, values in (("sum", sums), ("mean", [value / len(sketches) for value in sums])):
-        if len(values) == len(one.sample) and all(
-            abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in zip(values, one.sample, strict=True)
-        ):
-            return f" (their {what} is one tower's)"
-    return ""
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One cause of a difference.
+
+    Attributes:
+        cause: the cause.
+        what: what happens, and where.
+        shown_by: the evidence; "" for a guess.
+        advice: what to change in this case, if it is not the cause's fix.
+        where: more words for the fix, such as a line.
+    """
+
+    cause: Cause
+    what: str
+    shown_by: str = ""
+    advice: str = ""
+    where: str = ""
+
+    @property
+    def fix(self) -> str:
+        """What to change."""
+        return f"{self.advice or self.cause.fix}{self.where}"
+
+
+def at_line(line: int | None, call: str = "") -> str:
+    """Returns ``" (line 12)"``, with the call in that line if given, or an empty string if the line is unknown."""
+    return f" ({call and f'{call} in '}line {line})" if line is not None else ""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Returns the first names of a list, and the number of the remaining ones."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
+
+
+def listed(numbers: Sequence[float]) -> str:
+    """Joins numbers as in ``"3, 3 and 2"``."""
+    *others, last = [f"{number:g}" for number in numbers]
+    return f"{', '.join(others)} and {last}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns ``"1 tower"``, ``"2 towers"``."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -28,7 +28,7 @@ _SMALL = 1e-2  # a difference is relative to at least this fraction of the model
 # autocast, every step of both runs is visibly rounded, not only a few steps by chance.
 _MARGIN, _HALF_MARGIN = 10.0, 5.0
 
-_ORDER = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3, "buffer": 4}
+_ORDER = {"steps": 0, "loss": 1, "gradient": 1, "setting": 2, "parameter": 3, "buffer": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,9 @@ class RunDifference:
 
     Attributes:
         step: the index of the step.
-        kind: "loss", "gradient", "learning rate", "parameter", "buffer" or "steps" (one run has fewer steps).
-        where: the tensor that differs most, or "".
+        kind: "loss", "gradient", "setting" (of the optimizer), "parameter", "buffer" or "steps" (one run has fewer
+            steps).
+        where: the tensor that differs most, the setting, or "".
         amount: the difference relative to one tower's value.
     """
 
@@ -46,6 +47,11 @@ class RunDifference:
     kind: str
     where: str
     amount: float
+
+    def __str__(self) -> str:
+        if self.kind == "setting":
+            return setting_named(self.where)
+        return f"{self.kind} of {self.where}" if self.where else self.kind
 
     @property
     def place(self) -> tuple[int, int]:
@@ -143,7 +149,7 @@ class RunComparison:
         Such a script did not get the results of a full epoch. It fails at the same line on one tower and on N.
         """
         raised = self.one.raised
-        if raised is None or not all(trace.cut for trace in (self.one, *self.many)):
+        if raised is None or not all(trace.end.cut for trace in (self.one, *self.many)):
             return False
         errors = [trace.raised for trace in self.many if trace.raised is not None]
         if len(errors) < len(self.many) or any(len(trace.steps) != len(self.one.steps) for trace in self.many):
@@ -165,12 +171,12 @@ class RunComparison:
         stepped = bool(one.after and many[0].after)
         parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
         buffer = max(self._buffers(one, many[0]), default=(0.0, ""))
-        rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
+        setting, amount, _ = next(differing_settings([one, many[0]], self.tolerance), ("", 0.0, []))
         differences = {
             # With equal gradients, only the reported loss differs, not the training.
             "loss": (loss if self.exact or gradients[0] > self.tolerance else 0.0, ""),
             "gradient": gradients,
-            "learning rate": (rates, ""),
+            "setting": (amount, setting),
             "parameter": parameters or (0.0, ""),
             "buffer": buffer,
         }
@@ -188,6 +194,13 @@ class RunComparison:
         names = sorted(one.buffers.keys() & many.buffers.keys() - self.without)
         return [(self._largest({n: one.buffers[n]}, {n: many.buffers[n]})[0], n) for n in names]
 
+    def changed_after_averaging(self, difference: RunDifference) -> bool:
+        """Returns whether gradients that differ were those of one tower when backward had averaged them."""
+        one, many = self.one.steps[difference.step], self.many[0].steps[difference.step]
+        if difference.kind != "gradient" or not one.averaged.keys() >= {n for n, g in one.gradients.items() if g}:
+            return False
+        return self._largest(one.averaged, many.averaged)[0] <= self._limit("gradient", difference.step)
+
     def buffers_beyond(self, at: int) -> list[str]:
         """Returns the buffers whose differences after step ``at`` exceed the tolerance and rounding."""
         limit = self._limit("buffer", at)
@@ -197,8 +210,8 @@ class RunComparison:
         """Returns the largest difference of a kind that does not count at a step."""
         if self.exact:
             return 0.0
-        if kind == "learning rate":
-            return min(_RATES, self.tolerance)
+        if kind == "setting":
+            return 0.0
         rounding = max((row.amounts[kind] for row in self._rounding[: at + 1]), default=0.0)
         return max(self.tolerance, self.margin * rounding)
 
@@ -282,6 +295,26 @@ def relative(one: float, many: float, scale: float | None = None) -> float:
     scale = max(abs(one), abs(many)) if scale is None else scale
     amount = abs(one - many) / scale if scale else math.inf
     return amount if math.isfinite(amount) else math.inf
+
+
+def differing_settings(steps: Sequence[Step], tolerance: float = 0.0) -> Iterator[tuple[str, float, list[float]]]:
+    """Yields the settings that differ between steps of an optimizer: the name, the relative difference and the values.
+
+    Each number of a tuple ("betas[1]") is a setting. Some optimizers compute a setting from gradients.
+    """
+    for groups in zip(*(step.settings for step in steps), strict=False):
+        for name in groups[0]:
+            values = [group.get(name, math.nan) for group in groups]
+            tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+            for at, numbers in enumerate(zip(*tuples, strict=False)):
+                amount = max(relative(numbers[0], number) for number in numbers)
+                if amount > (min(_RATES, tolerance) if name == "lr" else tolerance):
+                    yield f"{name}[{at}]" if isinstance(values[0], tuple) else name, amount, list(numbers)
+
+
+def setting_named(name: str) -> str:
+    """Returns the name of an optimizer's setting, for messages."""
+    return "learning rate" if name == "lr" else name
 
 
 def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:

@@ -1,13 +1,13 @@
 """Finds the causes of a difference. A cause that traces do not show is proven with a run in which one thing is changed.
 
 [Note: a cause is an intervention that helps] Ratios of values are misleading, so each suspected cause is tested. In a
-further run, the losses are multiplied, BatchNorm layers use all towers' statistics, or the learning rates are one
-tower's. If the first difference disappears or moves to a later step, the cause is proven, and the search continues from
-there. So several mistakes in one script are all found. A mean over tokens is multiplied by its own divisor, read from
-its autograd graph, over the sum of all towers' divisors. Shares are padded like one tower's batch, with the number in
-which most of its examples end. Changes of gradients that are not averaged yet (clipping in ``no_sync``, hooks) are left
-out of a run on one tower and of one on N. Facts (a parameter that no scope mirrored, examples that no tower received,
-generators in the same state) need no further run.
+further run, the losses are multiplied, BatchNorm layers use all towers' statistics, or the optimizer's settings are
+one tower's. If the first difference disappears or moves to a later step, the cause is proven, and the search continues
+from there. So several mistakes in one script are all found. A mean over tokens is multiplied by its own divisor, read
+from its autograd graph, over the sum of all towers' divisors. Shares are padded like one tower's batch, with the number
+in which most of its examples end. Changes of gradients that are not averaged yet (clipping in ``no_sync``, hooks) are
+left out of a run on one tower and of one on N. Facts (a parameter that no scope mirrored, examples that no tower
+received, generators in the same state) need no further run.
 
 [Note: what is compared] Buffers are compared if both runs have them in a ``state_dict``, each relative to its own size.
 A buffer that differs is reported, and the comparison continues without it. Models that all towers evaluate are compared
@@ -21,7 +21,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from mirrored.verification import causes, proven_causes
+from mirrored.verification import facts, proofs
+from mirrored.verification.causes import Cause, Explanation, at_line
 from mirrored.verification.compare import (
     RunComparison,
     RunDifference,
@@ -31,7 +32,6 @@ from mirrored.verification.compare import (
     usual_tolerance,
 )
 from mirrored.verification.interventions import Interventions, LossFactor
-from mirrored.verification.report import Cause, Explanation, at_line
 from mirrored.verification.trace import Trace
 
 _MOST_MISTAKES = 4
@@ -61,7 +61,7 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
         many = seeded(len(strict.many), _NONE)
         if many is not None and _is_better(better := dataclasses.replace(strict, many=many), strict):
             comparison, explanations = _explain(better, seeded)
-            return comparison, [causes.unseeded(strict), *explanations]
+            return comparison, [facts.unseeded(strict), *explanations]
     return _explain(strict, rerun)
 
 
@@ -69,9 +69,9 @@ def _differs(comparison: RunComparison) -> bool:
     """Returns whether anything differs, before it is known whether it is rounding."""
     return (
         comparison.first is not None
-        or causes.failure(comparison) is not None
-        or causes.drift(comparison.many) is not None
-        or causes.other_data(comparison) is not None
+        or facts.failure(comparison) is not None
+        or facts.drift(comparison.many) is not None
+        or facts.other_data(comparison) is not None
         or differing_result(comparison) is not None
         or differing_print(comparison) is not None
     )
@@ -79,7 +79,7 @@ def _differs(comparison: RunComparison) -> bool:
 
 def _is_better(after: RunComparison, before: RunComparison) -> bool:
     """Returns whether a comparison differs less or later than another one."""
-    if not _differs(after) or (causes.failure(before) and not causes.failure(after)):
+    if not _differs(after) or (facts.failure(before) and not facts.failure(after)):
         return True
     return before.first is not None and (after.first is None or after.first.place > before.first.place)
 
@@ -89,18 +89,18 @@ def _explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[E
     if not strict.one.steps and any(call.trained for call in strict.one.calls):
         strict, rerun = _again(strict, rerun, _by_hand) or (strict, rerun)
     one, many = strict.one, strict.many
-    if (failed := causes.failure(strict)) is not None:
+    if (failed := facts.failure(strict)) is not None:
         towers = 1 if one.raised is not None else len(many)
         unexplained = failed.cause in (Cause.FAILS_EVERYWHERE, Cause.FAILS_ON_ONE, Cause.FAILS_ON_TOWERS)
         if unexplained and rerun(towers, Interventions(recorded=False)) is not None:
-            failed = causes.failure_when_watched(failed, towers)
+            failed = facts.failure_when_watched(failed, towers)
         return strict, [failed]
-    if (nothing := causes.nothing_to_compare(strict)) is not None:
+    if (nothing := facts.nothing_to_compare(strict)) is not None:
         return strict, [nothing]
-    explanations = _known(causes.shared_stream(many))
-    if (drifting := causes.drift(many)) is not None:
+    explanations = _known(facts.shared_stream(many))
+    if (drifting := facts.drift(many)) is not None:
         return strict, [*explanations, drifting]
-    if (other_data := causes.other_data(strict)) is not None:
+    if (other_data := facts.other_data(strict)) is not None:
         return strict, [*explanations, _not_reproducible(one, rerun) or other_data]
     loose = dataclasses.replace(strict, exact=False)
     comparison = _beside_rounding(loose, rerun, _NONE)
@@ -121,13 +121,13 @@ def _explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[E
     buffers = any(explanation.cause is Cause.BUFFER for explanation in explanations)
     if (comparison.first is not None or buffers) and (unsteady := _not_reproducible(one, rerun)) is not None:
         return shown, [unsteady] if buffers else [*explanations, unsteady]
-    if comparison.first is not None:  # differences of buffers may be its effect
-        return shown, explanations if buffers else [*explanations, _unexplained(comparison, explanations, tried)]
-    explanations += _known(causes.evaluated_drift(many) or _reported(comparison, explanations, rerun))
+    if comparison.first is not None:  # it may be an effect of what was proven
+        return shown, explanations if proven else [*explanations, _unexplained(comparison, tried)]
+    explanations += _known(facts.evaluated_drift(many) or _reported(comparison, explanations, rerun))
     if explanations:
         return shown, explanations
     if not comparison.rows or comparison.only_zeros:
-        return shown, [causes.nothing_compared(one)]
+        return shown, [facts.nothing_compared(one)]
     if strict.exact and strict.first is not None:
         return shown, [_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}")]
     if strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
@@ -150,7 +150,7 @@ def _beside_rounding(comparison: RunComparison, rerun: Rerun, interventions: Int
     if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.perturbed is not None:
         return comparison
     perturbed = _alone(rerun, dataclasses.replace(interventions, rounding=True))
-    if perturbed is None or causes.other_start(comparison.one, perturbed):
+    if perturbed is None or facts.other_start(comparison.one, perturbed):
         return comparison  # the run does not measure rounding
     return dataclasses.replace(comparison, perturbed=perturbed)
 
@@ -187,10 +187,10 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
     again = _alone(rerun, _NONE)
     if (pair := differing_result(comparison, again)) is not None:
         what = f"the result of {pair[1].call}{at_line(pair[1].line)} after step {pair[1].steps} differs"
-        return _random(comparison, what, pair[1].steps) or proven_causes.reported_value(comparison, pair, proven)
+        return _random(comparison, what, pair[1].steps) or proofs.reported_value(comparison, pair, proven)
     if (printed := differing_print(comparison, again)) is not None:
         what = f"the chief's output{at_line(printed[0].line)} after step {printed[0].steps} differs"
-        return _random(comparison, what, printed[0].steps) or proven_causes.printed_value(comparison, printed, proven)
+        return _random(comparison, what, printed[0].steps) or proofs.printed_value(comparison, printed, proven)
     return None
 
 
@@ -201,14 +201,12 @@ def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) 
         return None
     comparison = compare(one, [again], tolerance)
     first = comparison.first
-    if first is None and causes.other_data(comparison) is None:
+    if first is None and facts.other_data(comparison) is None:
         return None
     what = f"the {first.kind} of step {first.step + 1}" if first is not None else "the batches"
     return Explanation(
         Cause.NOT_REPRODUCIBLE,
         f"two runs on one tower differ, too: {what} is not the same although both runs start from one seed",
-        "look for seeds taken from the clock, orders that change from run to run, and files that the script itself "
-        "writes and reads",
         "a further run on one tower",
     )
 
@@ -217,7 +215,6 @@ def _rounding(what: str) -> Explanation:
     return Explanation(
         Cause.ROUNDING,
         f"{what} differs in its last bits only: several towers add up in another order than one",
-        "for the same bits on any number of towers use virtual towers, otherwise compare without --exact",
         "within the tolerance all is equal",
     )
 
@@ -233,7 +230,7 @@ def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
     while (difference := comparison.first) is not None and len(proven) < _MOST_MISTAKES:
         tried = []
         if difference.kind == "buffer":
-            proven += _known(causes.other_buffers(comparison, difference.step))
+            proven += _known(facts.other_buffers(comparison, difference.step))
             without = comparison.without.union(comparison.buffers_beyond(difference.step))
             comparison = dataclasses.replace(comparison, without=without)
             continue
@@ -245,7 +242,7 @@ def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
             perturbed = comparison.perturbed if one is comparison.one else None
             after = dataclasses.replace(comparison, one=one, many=many, perturbed=perturbed)
             if after.first is None or after.first.place > difference.place:
-                proven += proven_causes.proven(comparison, difference, present, more, after)
+                proven += proofs.proven(comparison, difference, present, more, after)
                 comparison, present = _beside_rounding(after, rerun, more), more
                 break
             tried.append(more)
@@ -259,42 +256,41 @@ def _candidates(
 ) -> Iterator[Interventions]:
     """Yields interventions that might remove a difference: each alone first, then combined with other causes."""
     one, many, at = comparison.one, comparison.many, difference.step
-    if difference.kind == "learning rate":
-        yield dataclasses.replace(present, rates=tuple(tuple(step.rates) for step in one.steps))
-    if difference.kind not in ("loss", "gradient"):
+    if difference.kind == "setting":
+        yield dataclasses.replace(present, settings=tuple(tuple(step.settings) for step in one.steps))
+    if difference.kind not in ("loss", "gradient") or comparison.changed_after_averaging(difference):
         return
     bases = [present]
     if many[0].steps[at].batch_norms and not present.global_statistics:
         bases.append(dataclasses.replace(present, global_statistics=True))
         yield bases[-1]
-    if not present.padding and proven_causes.padded_lengths(comparison, at):
+    if not present.padding and proofs.padded_lengths(comparison, at):
         forms = {(i, j): form for i, call in enumerate(one.calls) for j, form in enumerate(call.forms)}
         padded = [dataclasses.replace(base, padding=forms) for base in bases]
         bases += padded
         yield from padded
-    if not present.skip_local_changes and any(change.steps <= at for change in many[0].local_changes):
+    if not present.skip_local_changes and any(change.steps <= at and not change.averaged for change in many[0].changes):
         yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is LossFactor.NONE:
         yield from _loss_factors(comparison, at, bases)
-    if not present.whole_batch and any(function for _, function in many[0].over_examples):
-        yield dataclasses.replace(present, whole_batch=True)
+    places = frozenset(place for place in many[0].over_examples if place[1] is not None)
+    if places and not present.whole_batch:
+        yield dataclasses.replace(present, whole_batch=places)
 
 
 def _loss_factors(comparison: RunComparison, at: int, bases: Sequence[Interventions]) -> Iterator[Interventions]:
     """Yields interventions that change the factors of losses, in addition to each of ``bases``."""
     one, many = comparison.one, comparison.many
-    uneven = len({local for local, _ in proven_causes.shares_of_backward(many, at)}) > 1
+    uneven = len({local for local, _ in proofs.shares_of_backward(many, at)}) > 1
     applies = dict.fromkeys(LossFactor, uneven) | {LossFactor.NONE: False, LossFactor.TOWERS: True}
-    applies[LossFactor.DIVISOR] = bool(proven_causes.uneven_divisors(many, at))
+    applies[LossFactor.DIVISOR] = bool(proofs.uneven_divisors(many, at))
     factors = [factor for factor in LossFactor if applies[factor]]
-    choices = proven_causes.batch_terms(proven_causes.first_loss(one, at), proven_causes.first_loss(many[0], at))
+    choices = proofs.batch_terms(proofs.first_loss(one, at), proofs.first_loss(many[0], at))
     for base, terms, factor in itertools.product(bases, choices, factors):
         yield dataclasses.replace(base, loss=factor, terms=terms)
 
 
-def _unexplained(
-    comparison: RunComparison, proven: Sequence[Explanation], tried: Sequence[Interventions]
-) -> Explanation:
+def _unexplained(comparison: RunComparison, tried: Sequence[Interventions]) -> Explanation:
     difference = comparison.first
     assert difference is not None
     one, many, at = comparison.one, comparison.many, difference.step
@@ -302,24 +298,22 @@ def _unexplained(
         return Explanation(
             Cause.STEPS,
             f"the script makes {len(one.steps)} steps on one tower, {len(many[0].steps)} on {len(many)}",
-            "let the number of steps and of epochs not depend on the number of towers"
-            f"{proven_causes.lines_with_towers(one)}",
+            where=facts.lines_with_towers(one),
         )
-    where = f" of {difference.where}" if difference.where else ""
-    also = " also" if proven else ""
-    what = f"the {difference.kind}{where} at step {at + 1}{also} differs by {difference.amount:.1e}"
+    what = f"the {difference} at step {at + 1} differs by {difference.amount:.1e}"
     random = _random(comparison, what, at)
     if random is not None:
         return random
-    if (pairs := causes.pairs_of_examples(one, many[0], what)) is not None:
+    if comparison.changed_after_averaging(difference):
+        return facts.changed_after_averaging(comparison, at, what)
+    if (pairs := facts.pairs_of_examples(one, many[0], what)) is not None:
         return pairs
-    loss = proven_causes.first_loss(many[0], at)
+    loss = proofs.first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
     return Explanation(
         Cause.UNKNOWN,
         f"{what}.{made} Ruled out: {'; '.join(_ruled_out(comparison, at, tried))}",
-        "look for code that depends on the number of towers or on the size of the share: num_replicas_in_sync, "
-        "len(x), statistics over the batch, a state that each tower keeps for itself",
+        where=facts.lines_with_towers(one),
     )
 
 
@@ -333,9 +327,6 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
         Cause.RANDOM_IN_RUN,
         f"{what}, and {local.by}{at_line(local.line)} draws random numbers inside run: {len(comparison.many)} "
         "towers draw others than one, as they should, so this script cannot be compared",
-        "draw them in the dataset, where they are seeded per example, or exclude them from the comparison; an "
-        "operation that mixes the examples of a batch is the same on any number of virtual towers "
-        "(docs/how-to/recipes.md#mixup)",
     )
 
 
@@ -345,9 +336,9 @@ def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions
     factors = dict.fromkeys(each.loss.value for each in tried if each.loss is not LossFactor.NONE)
     statistics = any(each.global_statistics for each in tried)
     checks = {
-        "the examples are the same": causes.data_compared(comparison, at),
+        "the examples are the same": facts.data_compared(comparison, at),
         "the towers' parameters are equal to each other": True,
-        "the learning rates are equal": one.rates == many.rates,
+        "the optimizer's settings are equal": one.settings == many.settings,
         **{f"multiplying each tower's loss by {factor} does not help": True for factor in factors},
         "padding the shares as the batch is does not help": any(each.padding for each in tried),
         "excluding the changes to gradients before they are averaged does not help": any(

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mirrored.verification.report import Cause, Explanation, first_names
+from mirrored.verification.causes import Cause, Explanation, first_names
 from mirrored.verification.watch import is_called_by_us
 
 _open: Callable[..., Any] = io.open
@@ -67,8 +67,6 @@ def not_comparable(files: Sequence[str]) -> Explanation:
         Cause.NOT_COMPARABLE,
         "this script cannot be compared: a run of verify read files that an earlier one had left, so the runs "
         f"did not start from the same state: {first_names(files)}",
-        "exclude the code that writes or reads them (a backup, a checkpoint, a cache), for example with an "
-        "argument of the script, or let the script start with new files",
         "the times at which the files were written",
     )
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from mirrored.context import ReplicaContext
 from mirrored.verification.loss_graph import MOST_TERMS
 from mirrored.verification.padding import Form
+from mirrored.verification.trace import Settings
 
 
 class LossFactor(enum.Enum):
@@ -57,8 +58,8 @@ class Interventions:
         loss: the factor of every loss before its backward.
         terms: the summands of the loss with this factor; empty for the whole loss.
         global_statistics: whether BatchNorm layers in training mode use the statistics of all towers' examples.
-        whole_batch: whether values that are computed over the examples of a share are computed over those of all.
-        rates: learning rates of each step's parameter groups, which replace the script's.
+        whole_batch: the lines and functions that compute a value from the examples of all towers, not of a share.
+        settings: the settings of each step's parameter groups, which replace the script's.
         padding: the forms of one tower's batches, by the numbers of the call of ``run`` and of the tensor in its
             arguments. Shares are padded to these forms.
         skip_local_changes: whether changes of gradients that are not averaged yet are left out.
@@ -76,8 +77,8 @@ class Interventions:
     loss: LossFactor = LossFactor.NONE
     terms: frozenset[int] = frozenset()
     global_statistics: bool = False
-    whole_batch: bool = False
-    rates: tuple[tuple[float, ...], ...] = ()
+    whole_batch: frozenset[tuple[int | None, str | None]] = frozenset()
+    settings: tuple[tuple[Settings, ...], ...] = ()
     padding: Mapping[tuple[int, int], Form] = dataclasses.field(default_factory=dict)
     skip_local_changes: bool = False
     shapes: Mapping[tuple[int, int], tuple[int, ...]] | None = None

@@ -17,15 +17,16 @@ import gc
 import hashlib
 import os
 import pathlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.export
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +41,7 @@ from mirrored.verification.trace import (
     Printed,
     Result,
     RunCall,
+    Settings,
     Sketch,
     Step,
     Trace,
@@ -138,6 +140,9 @@ class StepLimit(Interceptor):
         if isinstance(dataset, MapDataset) and dataset not in self._datasets:
             self._datasets.append(dataset)
             self.trace.datasets.append(dataset.examples)
+        return self._batches(dataset, load, first)
+
+    def _batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
         steps_before, over_before = sum(self._steps.values()), self.over()
         batches, at = load(first), first
         while (item := next(batches, None)) is not None:
@@ -149,11 +154,11 @@ class StepLimit(Interceptor):
                 self.beyond = False
             stepped = sum(self._steps.values()) > steps_before
             if self.over() and (stepped or not over_before):
-                self.trace.cut = True
+                self.trace.end.cut = True
                 self._epochs_left -= over_before
                 return
             if stepped and self.over(self._limit - 1) and isinstance(dataset, MapDataset) and at < len(dataset) - 1:
-                at, self.trace.cut = len(dataset) - 1, True
+                at, self.trace.end.cut = len(dataset) - 1, True
                 batches = load(at)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -161,9 +166,9 @@ class StepLimit(Interceptor):
             return
         compared = self._steps.setdefault(optimizer, 0) < self._limit
         if not compared:
-            self.trace.cut = self.beyond = True
+            self.trace.end.cut = self.beyond = True
             if self.evaluated or not self._may_step:
-                self.trace.stopped = not self.evaluated
+                self.trace.end.unevaluated = not self.evaluated
                 raise StopRecording
         self.before_step(optimizer, compared)
 
@@ -194,7 +199,7 @@ class TraceRecorder(StepLimit):
     """
 
     def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
-        super().__init__(limit, folder, further=not interventions.rates)
+        super().__init__(limit, folder, further=not interventions.settings)
         self.watching = self._watcher = Watcher(self.trace, interventions)
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
@@ -202,12 +207,22 @@ class TraceRecorder(StepLimit):
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
         torch.export.export = self._unwatched()(torch.export.export)  # torch.onnx uses it, too
+        ReduceLROnPlateau.step = self._watched(ReduceLROnPlateau.step)  # type: ignore[method-assign]
 
     def _hook_modules(self) -> None:
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
         ]
+
+    def _watched(self, step: Callable[..., None]) -> Callable[..., None]:
+        """Returns the method of a schedule that records the metric that it is given."""
+
+        def recorded(schedule: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+            self.returned("ReduceLROnPlateau.step", float(metrics))
+            step(schedule, metrics, *args, **kwargs)
+
+        return recorded
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
@@ -227,7 +242,7 @@ class TraceRecorder(StepLimit):
         def recorded(*args: Any, **kwargs: Any) -> Any:
             watcher, trace = self._watcher, self.trace
             trace.towers, watcher.tower = strategy.num_replicas_in_sync, strategy.topology.index
-            trace.virtual = strategy.virtual_towers is not None
+            trace.virtual, trace.keras = strategy.virtual_towers is not None, "mirrored.keras" in sys.modules
             call = RunCall(len(trace.steps))
             shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]
@@ -251,6 +266,8 @@ class TraceRecorder(StepLimit):
                 return fn(*args, **kwargs)
             finally:
                 watcher.call = None
+                if call.trained:
+                    trace.over_examples |= {**call.over_examples, **trace.over_examples}
                 self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
                 if draws.generator_state(watcher.device) != watcher.drawn and not trace.virtual:
@@ -311,6 +328,7 @@ class TraceRecorder(StepLimit):
         self._watcher.modules.calls.append(module)
         if len(self._watcher.modules.calls) > 1:
             return
+        parameters = list(nn.Module.named_parameters(module))  # Keras' method creates some while a layer is built
         name = self._watcher.modules.root_name(module)
         tensor = next(padding.tensors_of(inputs), None)
         strategy, replica = strategy_with_towers(), current_replica()
@@ -319,6 +337,8 @@ class TraceRecorder(StepLimit):
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
         watcher = self._watcher
         self.trace.autocast |= torch.is_autocast_enabled(watcher.device.type) and not watcher.interventions.double
+        if not parameters:  # a loss, for example
+            return
         if watcher.call is not None:
             watcher.call.seen_by_model += examples
         if module.training and torch.is_grad_enabled():
@@ -326,7 +346,6 @@ class TraceRecorder(StepLimit):
         steps = len(self.trace.steps)
         self.trace.evaluated.setdefault(steps, []).extend(examples)
         if (steps, name) not in self.trace.evaluated_models:
-            parameters = nn.Module.named_parameters(module)  # Keras' method creates some while a layer is built
             digests = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
             self.trace.evaluated_models[steps, name] = digests
         if watcher.call is not None:
@@ -337,7 +356,10 @@ class TraceRecorder(StepLimit):
     def _after_module(self, module: nn.Module, inputs: object, output: Any) -> Any:
         if in_a_graph():
             return None
-        self._watcher.modules.leave(module)
+        modules, call = self._watcher.modules, self._watcher.call
+        modules.leave(module)
+        if call is not None and not modules.calls and next(nn.Module.named_parameters(module), None) is not None:
+            call.model_computes_loss |= any(t.dim() == 0 and t.requires_grad for t in padding.tensors_of(output))
         return self._rounding.perturb(output) if self._rounding is not None else None
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -350,9 +372,9 @@ class TraceRecorder(StepLimit):
         if not compared:
             return
         number = list(self._steps).index(optimizer)
-        at, rates = len(self.trace.steps), watcher.interventions.rates
-        for group, rate in zip(optimizer.param_groups, rates[at] if at < len(rates) else (), strict=False):
-            group["lr"] = rate
+        at, settings = len(self.trace.steps), watcher.interventions.settings
+        for group, others in zip(optimizer.param_groups, settings[at] if at < len(settings) else (), strict=False):
+            group.update(others)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         named = list(zip(self._watcher.modules.name_parameters(parameters, number), parameters, strict=True))
         foreign, unsynced = [], []
@@ -368,8 +390,9 @@ class TraceRecorder(StepLimit):
             line=script_line(),
             losses=losses,
             gradients={name: None if p.grad is None else sketch(p.grad) for name, p in named},
+            averaged={name: watcher.averaged[id(p)] for name, p in named if id(p) in watcher.averaged},
             before={name: digest_of(p) for name, p in named},
-            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            settings=[_numbers(group) for group in optimizer.param_groups],
             schedules=_schedules(),
             foreign=foreign,
             unsynced=unsynced,
@@ -383,7 +406,11 @@ class TraceRecorder(StepLimit):
             return
         step = self.trace.steps[-1]
         self._watcher.modules.note_addresses()
-        step.after = {name: sketch(self._watcher.modules.parameters[name]) for name in step.before}
+        parameters = {name: self._watcher.modules.parameters[name] for name in step.before}
+        step.after = {name: sketch(p) for name, p in parameters.items()}
+        if losses := self._watcher.losses:  # of a closure
+            step.losses, self._watcher.losses = losses[:1], []
+            step.gradients = {name: self._watcher.averaged.get(id(p)) for name, p in parameters.items()}
         several = self.trace.towers > 1 and not self.trace.virtual
         step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._watcher.modules.buffers(several)}
 
@@ -400,6 +427,17 @@ def _dtype_of(number: bool | int | float) -> str:
     if not isinstance(number, float):
         return "int64"
     return "float32" if number == float(torch.tensor(number, dtype=torch.float32)) else "float64"
+
+
+def _numbers(group: Mapping[str, Any]) -> Settings:
+    """Returns the settings of a parameter group that are numbers or tuples of numbers."""
+    numbers: Settings = {}
+    for name in sorted(group, key=lambda name: name != "lr"):
+        values = group[name] if isinstance(group[name], tuple) else (group[name],)
+        if all(isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) for value in values):
+            floats = tuple(map(float, values))
+            numbers[name] = floats if isinstance(group[name], tuple) else floats[0]
+    return numbers
 
 
 def _schedules() -> dict[str, int]:

@@ -1,13 +1,13 @@
-"""The report of ``mirrored verify``: the known causes, their explanations, and the printed report."""
+"""The report of ``mirrored verify``."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import textwrap
 from collections.abc import Sequence
 
+from mirrored.verification.causes import Cause, Explanation, Verdict, at_line, plural
 from mirrored.verification.compare import ComparedStep, RunComparison, usual_tolerance
 from mirrored.verification.trace import Raised
 
@@ -33,105 +33,11 @@ _NOTES = (
     "All runs computed in float64, in which rounding hides less than in the script's own dtype.",
 )
 
-BATCH_NORM_FIX = (
-    "create the model in strategy.scope(sync_batch_norm=True), or use a norm that looks at one example "
-    "(GroupNorm, LayerNorm)"
+
+_ONCE = (
+    "In both runs all towers drew the same numbers where run draws for a whole batch, not for each example. Without "
+    "verify, each tower draws its own, so that a batch has as many of them as there are towers"
 )
-
-
-class Cause(enum.Enum):
-    """Why N towers compute something other than one tower. The value is the short name in the report."""
-
-    FAILS_EVERYWHERE = "fails-everywhere"
-    FAILS_ON_ONE = "fails-on-one-tower"
-    FAILS_ON_TOWERS = "fails-on-towers"
-    FAILS_WHEN_WATCHED = "fails-when-watched"
-    NO_TOWERS = "no-towers"
-    NOT_REPRODUCIBLE = "not-reproducible"
-    NOT_COMPARABLE = "not-comparable"
-    NOTHING_TRAINED = "nothing-trained"
-    LOCAL_MEAN = "local-mean"
-    SUM_LOSS = "sum-loss"
-    SUM_OVER_GLOBAL_BATCH = "sum-over-global-batch"
-    DIVIDED_TWICE = "divided-twice"
-    PADDING = "padding"
-    LOSS_SCALE = "loss-scale"
-    BATCH_NORM = "batch-norm"
-    UNSEEDED = "unseeded"
-    SHARED_RANDOM_STREAM = "shared-random-stream"
-    RANDOM_IN_RUN = "random-in-run"
-    PAIRS_OF_EXAMPLES = "pairs-of-examples"
-    OVER_EXAMPLES = "over-examples"
-    OUTSIDE_SCOPE = "outside-scope"
-    CHANGED_ON_ONE_TOWER = "changed-on-one-tower"
-    BUFFER = "buffer"
-    CHANGED_BEFORE_AVERAGING = "changed-before-averaging"
-    STEP_BEFORE_AVERAGING = "step-before-averaging"
-    SHARDED_TWICE = "sharded-twice"
-    OTHER_DATA = "other-data"
-    LEARNING_RATE = "learning-rate"
-    SCHEDULE = "schedule"
-    EVALUATION_PADDING = "evaluation-padding"
-    EVALUATION_DROPS = "evaluation-drops"
-    REPORTED_VALUE = "reported-value"
-    PRINTED_VALUE = "printed-value"
-    STEPS = "number-of-steps"
-    ROUNDING = "rounding"
-    UNKNOWN = "unknown"
-
-
-class Verdict(enum.IntEnum):
-    """The answer of a verification. The value is the exit code of ``mirrored verify``."""
-
-    SAME = 0
-    DIFFERENT = 1
-    CANNOT_TELL = 2
-    FAILS_ON_ONE_TOWER = 3
-
-
-_VERDICTS = {
-    Cause.FAILS_EVERYWHERE: Verdict.FAILS_ON_ONE_TOWER,
-    Cause.FAILS_ON_ONE: Verdict.FAILS_ON_ONE_TOWER,
-    Cause.FAILS_WHEN_WATCHED: Verdict.CANNOT_TELL,
-    Cause.NOT_REPRODUCIBLE: Verdict.CANNOT_TELL,
-    Cause.NOT_COMPARABLE: Verdict.CANNOT_TELL,
-    Cause.NOTHING_TRAINED: Verdict.CANNOT_TELL,
-    Cause.RANDOM_IN_RUN: Verdict.CANNOT_TELL,
-}
-"""The verdicts of causes. The other causes are differences."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """One cause of a difference.
-
-    Attributes:
-        cause: the cause.
-        what: what happens, and where.
-        fix: what to change.
-        shown_by: the evidence; "" for a guess.
-    """
-
-    cause: Cause
-    what: str
-    fix: str
-    shown_by: str = ""
-
-
-def at_line(line: int | None, call: str = "") -> str:
-    """Returns ``" (line 12)"``, with the call in that line if given, or an empty string if the line is unknown."""
-    return f" ({call and f'{call} in '}line {line})" if line is not None else ""
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Returns the first names of a list, and the number of the remaining ones."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns ``"1 tower"``, ``"2 towers"``."""
-    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +53,7 @@ class VerificationReport:
         exact: whether every bit counts.
         dropouts: whether dropout was disabled for the comparison.
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
+        once: the lines that draw random numbers once for a batch in ``run``, which were made equal on all towers.
         whole_batches: whether every tower received the whole batch instead of its share. This is correct, but a waste.
         averaging: whether the script averages in another way (local steps, compression), which was disabled.
         results: the number of compared values of ``reduce`` and ``gather``.
@@ -166,6 +73,7 @@ class VerificationReport:
     exact: bool
     dropouts: bool
     followed: bool
+    once: tuple[int, ...]
     whole_batches: bool
     averaging: bool
     results: int
@@ -179,8 +87,7 @@ class VerificationReport:
     def verdict(self) -> Verdict:
         """The answer. Of several findings, a difference counts most."""
         if self.findings:
-            verdicts = {_VERDICTS.get(cause, Verdict.DIFFERENT) for cause in self.causes}
-            return min(verdicts)
+            return min(cause.verdict for cause in self.causes)
         undecided = self.ended is not None or self.rounding is not None
         return Verdict.CANNOT_TELL if undecided else Verdict.SAME
 
@@ -208,6 +115,8 @@ class VerificationReport:
         notes = self.dropouts, self.followed, self.whole_batches, self.averaging, self.float64
         for note, applies in zip(_NOTES, notes, strict=True):
             lines += ["", note] if applies else []
+        if self.once:
+            lines += ["", *_wrapped("", f"{_ONCE} (line {', '.join(map(str, self.once))}).")]
         if self.ended is not None:
             where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
             lines += ["", *_wrapped("Cannot tell: the script ends in ", f"{where}. {_ENDED}")]
@@ -247,8 +156,7 @@ class VerificationReport:
             if several:
                 line += f"  {row.optimizer[1]} {row.optimizer[0]}"
             if row.difference is not None:
-                where = f" of {row.difference.where}" if row.difference.where else ""
-                line += f"  <- {row.difference.kind}{where}"
+                line += f"  <- {row.difference}"
             lines.append(line)
         return lines
 
@@ -271,6 +179,7 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         exact=comparison.exact,
         dropouts="dropout" in left_out,
         followed=any(draw.followed for trace in many for call in trace.calls for draw in call.draws),
+        once=_drawn_once(comparison),
         whole_batches=any(
             call.examples and all(share.examples == call.examples for share in shares)
             for call, shares in comparison.training_calls()
@@ -278,11 +187,23 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         averaging="averaging" in left_out,
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
-        unreached=one.stopped or end_of_loop,
+        unreached=one.end.unevaluated or end_of_loop,
         float64=comparison.double,
         rounding=None if comparison.exact else next(hidden, None),
         ended=one.raised if comparison.cut_short and not end_of_loop else None,
     )
+
+
+def _drawn_once(comparison: RunComparison) -> tuple[int, ...]:
+    """Returns the lines that draw random numbers in ``run`` whose shape does not depend on the size of the share."""
+    lines = set()
+    for call, shares in comparison.training_calls():
+        share = shares[0]
+        if not comparison.one.virtual and any(local != total for local, total in share.shares):
+            for draw, own in zip(call.draws, share.draws, strict=False):
+                if own.followed and own.line is not None and draw.shape == own.shape:
+                    lines.add(own.line)
+    return tuple(sorted(lines))
 
 
 def _amount(difference: float) -> str:

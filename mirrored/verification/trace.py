@@ -198,11 +198,13 @@ class Event:
             hook that will change it).
         line: the script's line.
         steps: the number of optimizer steps before.
+        averaged: whether the gradient was averaged before.
     """
 
     what: str
     line: int | None
     steps: int
+    averaged: bool = False
 
 
 @dataclasses.dataclass
@@ -218,6 +220,8 @@ class RunCall:
         draws: the random numbers that were drawn in it.
         trained: whether it called backward.
         forms: the forms of the tensors in its arguments.
+        over_examples: where it computes one value from examples, as in :class:`Trace`.
+        model_computes_loss: whether a model with parameters has returned a single number.
     """
 
     steps: int
@@ -228,11 +232,17 @@ class RunCall:
     draws: list[Draw] = dataclasses.field(default_factory=list)
     trained: bool = False
     forms: list[Form] = dataclasses.field(default_factory=list)
+    over_examples: dict[tuple[int | None, str | None], int] = dataclasses.field(default_factory=dict)
+    model_computes_loss: bool = False
 
     @property
     def examples_come_first(self) -> bool:
         """Whether the first dimension of the arguments is that of the examples, as far as this is known."""
         return not self.shares or self.shares[0][0] == len(self.examples)
+
+
+Settings = dict[str, float | tuple[float, ...]]
+"""Settings of an optimizer that are numbers, by name."""
 
 
 @dataclasses.dataclass
@@ -244,8 +254,9 @@ class Step:
         line: the script's line.
         losses: the losses of the backwards since the previous step.
         gradients: the gradients before the step; None for a parameter without one.
+        averaged: the gradients at the end of the last backward that averaged, where the parameter is a module's.
         before, after: digests of its parameters before the step, and their sketches after it.
-        rates: the learning rate of each parameter group.
+        settings: the numbers among the settings of each parameter group ("lr" first, "weight_decay", "betas").
         schedules: the number of steps of each existing scheduler, by its class name and number.
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients have summands that were never averaged.
@@ -258,8 +269,9 @@ class Step:
     line: int | None
     losses: list[Loss]
     gradients: dict[str, Sketch | None]
+    averaged: dict[str, Sketch]
     before: dict[str, str]
-    rates: list[float]
+    settings: list[Settings]
     schedules: dict[str, int]
     foreign: list[str]
     unsynced: list[str]
@@ -270,10 +282,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of ``strategy.reduce`` or ``strategy.gather``.
+    """A result of ``strategy.reduce`` or ``strategy.gather``, or a value that a schedule is given.
 
     Attributes:
-        call: its name in messages: "strategy.reduce('sum')".
+        call: its name in messages: "strategy.reduce('sum')", "ReduceLROnPlateau.step".
         line: the script's line.
         steps: the number of optimizer steps before.
         values: the first values of each tensor.
@@ -327,7 +339,25 @@ class Raised:
     batch_norm: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
+        """Returns the first sentence of the exception."""
+        return f"{self.kind}: {self.text.partition('. ')[0]}"
+
+
+@dataclasses.dataclass
+class End:
+    """How the script ended without an exception.
+
+    Attributes:
+        line: its line that ended it (``sys.exit()``).
+        by_verify: whether the recorder ended it, so that other towers that wait for this one fail.
+        cut: whether a loop was ended early, because the last step to be compared was made.
+        unevaluated: whether it was ended without an evaluation after the last step to be compared.
+    """
+
+    line: int | None = None
+    by_verify: bool = False
+    cut: bool = False
+    unevaluated: bool = False
 
 
 @dataclasses.dataclass
@@ -342,7 +372,7 @@ class Trace:
         calls: the calls of ``strategy.run``.
         datasets: the number of examples of each distributed dataset, in the order of their first use.
         writes: writes to parameters outside of steps.
-        local_changes: changes of gradients that were not averaged yet.
+        changes: changes of gradients outside of steps.
         evaluated: digests of the examples in calls of the outermost modules outside of training, by the number of steps
             before.
         evaluated_models: digests of the parameters of each outermost module that was called outside of training, by the
@@ -353,10 +383,10 @@ class Trace:
             ``run``, by line and function; the function is None for a number for each pair of examples.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
+        keras: whether the script uses :mod:`mirrored.keras`.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
         raised: the exception that ended the script.
-        cut: whether a loop was ended early, because the last step to be compared was made.
-        stopped: whether the script was ended early, without an evaluation after the last step to be compared.
+        end: how the script ended.
     """
 
     towers: int = 1
@@ -366,14 +396,14 @@ class Trace:
     calls: list[RunCall] = dataclasses.field(default_factory=list)
     datasets: list[int] = dataclasses.field(default_factory=list)
     writes: list[Event] = dataclasses.field(default_factory=list)
-    local_changes: list[Event] = dataclasses.field(default_factory=list)
+    changes: list[Event] = dataclasses.field(default_factory=list)
     evaluated: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     printed: list[Printed] = dataclasses.field(default_factory=list)
     over_examples: dict[tuple[int | None, str | None], int] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
+    keras: bool = False
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
-    cut: bool = False
-    stopped: bool = False
+    end: End = dataclasses.field(default_factory=End)

@@ -19,12 +19,13 @@ import torch
 
 from mirrored import seeds
 from mirrored.interceptor import intercept
-from mirrored.verification import causes, draws, files
+from mirrored.verification import draws, facts, files
+from mirrored.verification.causes import Cause, Explanation, plural
 from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
 from mirrored.verification.interventions import Interventions
 from mirrored.verification.record import StepLimit, StopRecording, TraceRecorder
-from mirrored.verification.report import Cause, Explanation, VerificationReport, make_report, plural
+from mirrored.verification.report import VerificationReport, make_report
 from mirrored.verification.trace import Raised, Trace
 from towers import errors
 from towers.health import failure
@@ -52,10 +53,10 @@ def verify(
 ) -> VerificationReport:
     """Runs a training script, unchanged, on one tower and on several, and reports where and why the runs differ.
 
-    It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and
-    learning rates. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that the
-    chief prints or writes into text files, and the evaluation after these steps. A cause that the traces do not show is
-    proved by another run with one change. Each run is a real one: the script writes its usual files. Only the
+    It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and the
+    optimizers' settings. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that
+    the chief prints or writes into text files, and the evaluation after these steps. A cause that the traces do not
+    show is proved by another run with one change. Each run is a real one: the script writes its usual files. Only the
     checkpoints of a ``CheckpointManager`` are written to a temporary folder.
 
     The script runs from its start, with the same seed on tower 0 in both runs. The loop over a distributed dataset
@@ -74,7 +75,7 @@ def verify(
             rounding do.
         tolerance: the largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
             1e-3 for half precision and autocast. Larger differences count only if they are well above the effect of
-            rounding in another run on one tower. Learning rates and integers must be equal.
+            rounding in another run on one tower. Settings of optimizers and integers must be equal.
         devices: one for each tower. Default: GPUs if there are enough, otherwise CPU towers.
         timeout: seconds for each run.
         show_output: whether to show the chief's output.
@@ -115,7 +116,7 @@ def verify(
         except errors.TowerFailedError:
             return None
         harmless = interventions.recorded  # an exception after a loop that ended early
-        failed = any(trace.raised is not None and not (trace.cut and harmless) for trace in traces)
+        failed = any(trace.raised is not None and not (trace.end.cut and harmless) for trace in traces)
         return None if failed else traces
 
     count, shapes = 1, None
@@ -132,7 +133,7 @@ def verify(
     if not job.kept:
         comparison, explanations = explain(comparison, rerun)
     if job.kept:  # read in the first runs, or in another run
-        failed = causes.failure(comparison)
+        failed = facts.failure(comparison)
         explanations = [files.not_comparable(job.kept), *([failed] if failed is not None else [])]
     return make_report(name, comparison, explanations)
 
@@ -159,7 +160,7 @@ def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
     return Explanation(
         Cause.FAILS_ON_ONE if towers == 1 else Cause.FAILS_ON_TOWERS,
         f"the run on {plural(towers, 'tower')} ended before its time: {str(error).splitlines()[-1]}",
-        "see that the script ends by itself, or give it more time (timeout)",
+        advice="see that the script ends by itself, or give it more time (timeout)",
     )
 
 
@@ -234,10 +235,13 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
             else:
                 runpy.run_path(job.script, run_name="__main__")
     except StopRecording:
-        pass
+        recorder.trace.end.by_verify = True
     except SystemExit as error:
-        if error.code not in (None, 0):
-            recorder.trace.raised = _raised(error, job.script, recorder.refused)
+        raised = _raised(error, job.script, recorder.refused)
+        if error.code in (None, 0):
+            recorder.trace.end.line = raised.line
+        else:
+            recorder.trace.raised = raised
     except Exception as error:
         recorder.trace.raised = _raised(error, job.script, recorder.refused)
     return recorder.trace

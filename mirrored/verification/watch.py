@@ -20,7 +20,7 @@ from mirrored.verification import draws
 from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import tensors_of
-from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
+from mirrored.verification.trace import Draw, Event, Loss, RunCall, Sketch, Term, Trace, has_values, memory_of, sketch
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
@@ -31,6 +31,8 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """The names of the arguments of ``F.scaled_dot_product_attention``."""
 
 _NO_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
+
+_SET_GRADIENT: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 
@@ -144,9 +146,8 @@ class Modules:
 
     def hold_gradients(self, value: Any) -> bool:
         """Returns whether a tensor, or one of several, shares the memory of the gradient of a module's parameter."""
-        gradients = {memory_of(p.grad) for _, root in self.roots() for p in root.parameters() if p.grad is not None} - {
-            None
-        }
+        named = [each for _, root in self.roots() for each in nn.Module.named_parameters(root)]  # Keras' creates some
+        gradients = {memory_of(p.grad) for _, p in named if p.grad is not None} - {None}
         return any(memory_of(tensor) in gradients for tensor in tensors_of(value))
 
     def buffers(self, several: bool) -> Iterator[tuple[str, Tensor]]:
@@ -196,6 +197,7 @@ class Watcher(TorchFunctionMode):
         tower: this tower's index.
         losses: the losses of the backwards since the last step.
         batch_norms: layers that used only this tower's statistics since the last step.
+        averaged: the gradients at the end of the last backward that averaged, by the identity of the parameter.
         stepping: whether an optimizer's step is running.
         drawn: the state of torch's generators after the last draw in ``run`` that was noticed.
         refused: the BatchNorm layer that could not normalise a share of one example.
@@ -210,6 +212,7 @@ class Watcher(TorchFunctionMode):
         self.tower = 0
         self.losses: list[Loss] = []
         self.batch_norms: dict[str, None] = {}
+        self.averaged: dict[int, Sketch] = {}
         self.stepping = False
         self.drawn = ""
         self.refused: str | None = None
@@ -254,29 +257,34 @@ class Watcher(TorchFunctionMode):
         if args and _writes(name, func) and not self.stepping:
             if (parameter := self.modules.written(args[0])) is not None:
                 self.trace.writes.append(self._event(parameter))
-            if self._accumulated and name not in _ZEROING and self.modules.hold_gradients(args[0]):
-                self.trace.local_changes.append(self._event(name))
-                if self.interventions.skip_local_changes:
+            if name not in _ZEROING and self.modules.hold_gradients(args[0]):
+                self.trace.changes.append(self._event(name, averaged=not self._accumulated))
+                if self._accumulated and self.interventions.skip_local_changes:
                     return args[0]
+        if func == _SET_GRADIENT and args[1] is not None and not self.stepping:
+            self.trace.changes.append(self._event("an assignment", averaged=not self._accumulated))
         if func is Tensor.register_hook and args[0].is_leaf and args[0].requires_grad:
-            self.trace.local_changes.append(self._event(name))
+            self.trace.changes.append(self._event(name))
             if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
-        if (dim := self._over_examples(name, args, named)) is not None:
-            self.trace.over_examples.setdefault((script_line(), name), self._share[0])
-            if self.interventions.whole_batch and (replica := current_replica()) is not None:
+        if self.call is not None and (dim := self._over_examples(self.call, name, args, named)) is not None:
+            place = script_line(), name
+            self.call.over_examples.setdefault(place, self._share[0])
+            if place in self.interventions.whole_batch and (replica := current_replica()) is not None:
                 args = (replica.all_gather(args[0], axis=dim), *args[1:])
         result = func(*args, **named)
-        local = len(self.call.examples) if self.call is not None else 0
-        if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
-            self.trace.over_examples.setdefault((script_line(), None), local)
+        if self.call is None or (local := len(self.call.examples)) < 2:
+            return result
+        if isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
+            self.call.over_examples.setdefault((script_line(), None), local)
         return result
 
-    def _over_examples(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    def _over_examples(self, call: RunCall, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> int | None:
         """Returns the dimension of the examples over which the script, or its model, calls a function; None if none."""
-        if self.call is None or name not in _OVER_EXAMPLES or not args or type(args[0]) is not Tensor:
+        if name not in _OVER_EXAMPLES or not args or type(args[0]) is not Tensor:
             return None
-        shape, (local, total) = args[0].shape, self._share
+        shape = args[0].shape
+        local, total = next((share for share in call.shares if share[:1] == shape[:1]), self._share)
         if local == total or total < self.trace.towers or local not in shape or in_functorch_transform():
             return None
         if is_called_by_us("torch"):
@@ -287,8 +295,8 @@ class Watcher(TorchFunctionMode):
         given = [each % len(shape) for each in dims if isinstance(each, int) and not isinstance(each, bool)]
         return dim if dim in given or not given else None
 
-    def _event(self, what: str) -> Event:
-        return Event(what, script_line(), len(self.trace.steps))
+    def _event(self, what: str, averaged: bool = False) -> Event:
+        return Event(what, script_line(), len(self.trace.steps), averaged)
 
     # For the next three functions, torch passes all arguments after the tensors by name, even defaults.
 
@@ -312,8 +320,13 @@ class Watcher(TorchFunctionMode):
                 handle.remove()
         frame = current_frame()
         self._accumulated = frame is not None and frame.strategy.accumulates
-        if self.call is not None and self.interventions.by_hand and not self._accumulated:
-            self.by_hand.step_on(p for _, root in self.modules.roots() for p in root.parameters())
+        if self.call is None or self._accumulated:
+            return
+        parameters = [p for _, root in self.modules.roots() for p in root.parameters()]
+        if not self.stepping or len(self.losses) == 1:  # of several in an optimizer's closure, the first counts
+            self.averaged = {id(p): sketch(p.grad) for p in parameters if p.grad is not None and has_values(p.grad)}
+        if self.interventions.by_hand:
+            self.by_hand.step_on(parameters)
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
         """Returns the factors by which this run multiplies a whole loss, and some of several summands."""

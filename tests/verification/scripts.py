@@ -438,6 +438,114 @@ for _ in range(strategy.num_replicas_in_sync):
     ),
     "rounding alone": ROUNDED,
     "hidden by rounding": ROUNDED.but(Cause.LOCAL_MEAN, loss="F.cross_entropy(model(x), y)"),
+    # The optimizer, and what decides about it.
+    "momentum by towers": RIGHT.but(
+        Cause.OPTIMIZER_SETTING, optimizer=SGD.format("0.1, momentum=0.5 * strategy.num_replicas_in_sync")
+    ),
+    "decay by towers": RIGHT.but(
+        Cause.OPTIMIZER_SETTING, optimizer=SGD.format("0.1, weight_decay=0.1 * strategy.num_replicas_in_sync")
+    ),
+    "betas by towers": RIGHT.but(
+        Cause.OPTIMIZER_SETTING,
+        optimizer="torch.optim.Adam(model.parameters(), betas=(0.9, 0.998 + 0.001 / strategy.num_replicas_in_sync))",
+    ),
+    "warm-up by towers": RIGHT.but(
+        Cause.LEARNING_RATE,
+        after="""\
+warm_up = 4 / strategy.num_replicas_in_sync
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: min(1.0, (steps + 1) / warm_up))""",
+        run="loss = strategy.run(train_step, args=batch)\nschedule.step()",
+    ),
+    "own loss decides": RIGHT.but(
+        Cause.CHANGED_ON_ONE_TOWER,
+        after="plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)",
+        run="loss = strategy.run(train_step, args=batch)\nplateau.step(float(loss))",
+        steps=8,
+    ),
+    "ends by its own loss": RIGHT.but(
+        Cause.STEPS,
+        before="import sys",
+        examples=27,
+        run="loss = strategy.run(train_step, args=batch)\nif epoch and float(loss) < 0.4:\n    sys.exit()",
+        epochs="6",
+        steps=20,
+    ),
+    "divided by hand": RIGHT.but(
+        Cause.CHANGED_AFTER_AVERAGING,
+        update="""\
+loss.backward()
+for parameter in model.parameters():
+    parameter.grad /= strategy.num_replicas_in_sync
+optimizer.step()
+return loss.detach()""",
+    ),
+    "summed by hand": RIGHT.but(
+        Cause.CHANGED_AFTER_AVERAGING,
+        update="""\
+loss.backward()
+for parameter in model.parameters():
+    parameter.grad = mirrored.get_replica_context().all_reduce("sum", parameter.grad)
+optimizer.step()
+return loss.detach()""",
+    ),
+    "clipped by towers": RIGHT.but(
+        Cause.CHANGED_AFTER_AVERAGING,
+        update="""\
+loss.backward()
+nn.utils.clip_grad_norm_(model.parameters(), 0.1 / strategy.num_replicas_in_sync)
+optimizer.step()
+return loss.detach()""",
+    ),
+    "changed alike": RIGHT.but(
+        update="""\
+loss.backward()
+for parameter in model.parameters():
+    parameter.grad *= 0.5
+nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+optimizer.step()
+return loss.detach()""",
+    ),
+    "class weights": RIGHT.but(Cause.LOCAL_MEAN, loss="F.cross_entropy(model(x), y, weight=torch.arange(1.0, 4.0))"),
+    "mean over the batch": RIGHT.but(
+        Cause.LOCAL_MEAN,
+        examples=27,
+        loss='F.kl_div(F.log_softmax(model(x), 1), F.one_hot(y, 3).float(), reduction="batchmean")',
+    ),
+    "a model that computes its loss": RIGHT.but(
+        Cause.LOCAL_MEAN,
+        before="""\
+class Classifier(nn.Linear):
+    def forward(self, x, y):
+        return {"loss": F.cross_entropy(super().forward(x), y)}
+
+""",
+        model="Classifier(5, 3)",
+        examples=27,
+        loss='model(x, y)["loss"]',
+        words="as loss.expand(len(batch))",
+    ),
+    "slopes": RIGHT.but(
+        Cause.LOCAL_MEAN,
+        examples=27,
+        begin="""\
+optimizer.zero_grad()
+x.requires_grad_()
+output = model(x)
+(slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)""",
+        loss="F.cross_entropy(output, y) + slope.norm(dim=1).sub(1).square().mean()",
+    ),
+    "accuracy of shares": RIGHT.but(
+        Cause.REPORTED_VALUE,
+        examples=27,
+        after="""\
+def right(x, y):
+    return (model(x).argmax(1) == y).float().mean()
+""",
+        evaluation="""\
+values = [float(strategy.reduce("mean", strategy.run(right, args=batch))) for batch in train]
+print("accuracy", sum(values) / len(values))""",
+        words="a mean of the towers' means is not the mean",
+    ),
     # Numbers that the chief prints.
     "prints a share": RIGHT.but(
         Cause.PRINTED_VALUE, evaluation="print('loss', float(loss))", words="print strategy.reduce('sum', value)"

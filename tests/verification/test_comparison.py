@@ -19,7 +19,7 @@ from mirrored.verification.draws import GlobalDraw, draw_as_one_tower, other_gen
 from mirrored.verification.explain import explain
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import form_of, pad
-from mirrored.verification.proven_causes import distinguishable
+from mirrored.verification.proofs import distinguishable
 from mirrored.verification.report import make_report
 from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
 from mirrored.verification.verify import ScriptJob
@@ -46,9 +46,9 @@ def test_a_script_may_trace_export_save_and_load(tmp_path: pathlib.Path) -> None
 
 
 def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be(tmp_path: pathlib.Path) -> None:
-    assert not trace_of(script_in(tmp_path, "averaged by all")).stopped
+    assert not trace_of(script_in(tmp_path, "averaged by all")).end.unevaluated
     trace = trace_of(script_in(tmp_path, "averaged by all, many epochs"))
-    assert trace.stopped
+    assert trace.end.unevaluated
     assert not trace.evaluated
     comparison, _ = explained(trace, dataclasses.replace(trace, towers=2))
     assert "Not reached: verify ends the script" in plain(make_report("a", comparison, []))
@@ -81,7 +81,7 @@ def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:
     """A step of an optimizer, after which a parameter is 1."""
     held = sketch(torch.ones(1, dtype=dtype))
     buffers = {"b": sketch(buffer)} if buffer is not None else {}
-    return Step((0, "SGD"), 1, [], {"p": held}, {}, [0.1], {}, [], [], [], {"p": held}, buffers)
+    return Step((0, "SGD"), 1, [], {"p": held}, {}, {}, [{"lr": 0.1}], {}, [], [], [], {"p": held}, buffers)
 
 
 @pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("float64", False), ("int64", False)])

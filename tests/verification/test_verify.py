@@ -90,6 +90,13 @@ _CODES = {
         ("prints a count", "seems to be computed from this tower's share only", "print(f"),
         ("writes a share", "into table.csv (line {}) after step 1 on 2 towers", "table.writerow"),
         ("writes an average of shares", "into loss.json (line {}) after step", "file.write_text"),
+        ("momentum by towers", "the momentum of step 1 is 1 on 2 towers, but 0.5 on one", "momentum=0.5"),
+        ("betas by towers", "the betas[1] of step 1 is 0.9985 on 2 towers, but 0.999 on one", "betas="),
+        ("own loss decides", "the learning rate is 0.", "optimizer.step()"),
+        ("ends by its own loss", "tower 1 ends the script after 11 steps (line {})", "sys.exit"),
+        ("divided by hand", "averaged it to one tower's, and the script then changes it", "/= strategy"),
+        ("summed by hand", "otherwise than on one tower, by an assignment (line {})", "all_reduce"),
+        ("clipped by towers", "than on one tower, by _foreach_mul_ (line {})", "clip_grad_norm_"),
         ("no gradients", "all gradients are zero or missing in all steps", None),
     ],
 )
@@ -157,7 +164,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
     report = mirrored.verify(script_in(tmp_path, "two mistakes"))
     assert report.causes == (Cause.SUM_LOSS, Cause.LEARNING_RATE), report
     assert "multiplied by the number of towers: step 1 is equal" in plain(report)
-    assert "one tower's learning rates: all 3 steps are equal" in plain(report)
+    assert "one tower's settings of the optimizer: all 3 steps are equal" in plain(report)
 
 
 @pytest.mark.extended

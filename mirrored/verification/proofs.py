@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.compare import PrintedNumber, RunComparison, RunDifference, relative
+from mirrored.verification.causes import Cause, Explanation, at_line, first_names, listed, plural
+from mirrored.verification.compare import (
+    PrintedNumber,
+    RunComparison,
+    RunDifference,
+    differing_settings,
+    relative,
+    setting_named,
+)
+from mirrored.verification.facts import lines_with_towers
 from mirrored.verification.interventions import Interventions, LossFactor
 from mirrored.verification.padding import padded_dims
-from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
 from mirrored.verification.trace import Loss, Printed, Result, Term, Trace, comparable
 
 _LOSS_CAUSES = (
@@ -48,7 +56,6 @@ def proven(
                 Cause.BATCH_NORM,
                 f"batch norm ({first_names(many[0].steps[at].batch_norms)}) takes the statistics of each tower's own "
                 f"examples, not those of the global batch, from step {at + 1} on",
-                BATCH_NORM_FIX,
                 f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
             )
         )
@@ -59,10 +66,8 @@ def proven(
             Explanation(
                 Cause.PADDING,
                 f"padding counts: in step {at + 1} one tower pads the batch to {lengths[0]} entries, and "
-                f"{len(many)} towers pad their shares to {_and(lengths[1])}, and the result depends on the "
+                f"{len(many)} towers pad their shares to {listed(lengths[1])}, and the result depends on the "
                 "padding: the model reads it, or a mean divides by it",
-                "keep padding out of the model (a mask, packed sequences) and of means: "
-                "(losses * mask).sum(1) / mask.sum(1), not losses.mean(1)",
                 f"a further run in which every share was padded as one tower's batch is: {outcome}",
             )
         )
@@ -70,15 +75,9 @@ def proven(
         causes.append(_local_change(many, at, outcome))
     if now.loss is not before.loss:
         causes.append(_loss(comparison, at, now, outcome))
-    if now.rates and not before.rates:
-        causes.append(_rate(comparison, at, outcome))
+    if now.settings and not before.settings:
+        causes.append(_setting(comparison, at, outcome))
     return causes
-
-
-def _and(numbers: Sequence[float]) -> str:
-    """Joins numbers as in ``"3, 3 and 2"``."""
-    *others, last = [f"{number:g}" for number in numbers]
-    return f"{', '.join(others)} and {last}"
 
 
 def _over_examples(many: Trace, outcome: str) -> Explanation:
@@ -90,8 +89,6 @@ def _over_examples(many: Trace, outcome: str) -> Explanation:
         Cause.OVER_EXAMPLES,
         f"the result of {one_of}{names} depends on which examples are in a share: each tower takes its own, not those "
         "of the global batch",
-        "compute it from all towers' examples, which mirrored.get_replica_context().all_gather(x) brings together "
-        "(differentiable; docs/how-to/recipes.md#contrastive-losses)",
         f"a further run in which all towers' examples were taken there: {outcome}",
     )
 
@@ -110,7 +107,7 @@ def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] 
 
 
 def _local_change(many: Sequence[Trace], at: int, outcome: str) -> Explanation:
-    change = [change for change in many[0].local_changes if change.steps <= at][-1]
+    change = [change for change in many[0].changes if change.steps <= at and not change.averaged][-1]
     if change.what == "register_hook":
         what = f"a hook that register_hook{at_line(change.line)} puts on a parameter changes gradients"
     else:
@@ -119,7 +116,6 @@ def _local_change(many: Sequence[Trace], at: int, outcome: str) -> Explanation:
         Cause.CHANGED_BEFORE_AVERAGING,
         f"{what} that are each tower's own, not averaged yet: one tower's gradients are different, so they are changed "
         "(clipped, for example) by different amounts",
-        "change gradients where they are averaged: after the last backward(), which is outside of no_sync",
         f"further runs on one tower and on {len(many)} without it: {outcome}",
     )
 
@@ -187,40 +183,42 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
     place = at_line(loss.line if loss else None, "backward()")
     made = f"on tower 0 {'a summand of ' if now.terms else ''}the loss{place} is {term}"
     shown = f"a further run in which each tower's loss was multiplied by {factor.value}: {outcome}"
-    fix = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
     if factor is LossFactor.SHARE:
         shares = shares_of_backward(many, at)
         even = "; with the even shares of the steps before it, it is" if at else ""
         what = (
             f"{made}: the mean over this tower's own examples. In step {at + 1} the batch of {shares[0][1]} is "
-            f"split into shares of {_and([local for local, _ in shares])}, and a mean of their means is not the "
+            f"split into shares of {listed([local for local, _ in shares])}, and a mean of their means is not the "
             f"mean of the batch{even}"
         )
-        return Explanation(Cause.LOCAL_MEAN, what, fix, shown)
+        advice = "give the mean loss that the model returns to mirrored.compute_average_loss as loss.expand(len(batch))"
+        return Explanation(
+            Cause.LOCAL_MEAN,
+            what,
+            shown,
+            advice if any(call.model_computes_loss for call in comparison.one.calls) else "",
+        )
     if factor is LossFactor.DIVISOR:
         divisors = uneven_divisors(many, at)
         return Explanation(
             Cause.LOCAL_MEAN,
-            f"{made}. In step {at + 1} the towers divide theirs by {_and(divisors)}, each by the number or "
+            f"{made}. In step {at + 1} the towers divide theirs by {listed(divisors)}, each by the number or "
             "weight of its own values (tokens, for example), and a mean of their means is not the mean over all "
             f"{sum(divisors):g}",
+            shown,
             "give the losses (reduction='none') to mirrored.compute_average_loss(losses, sample_weight=mask, "
             "denominator='weights'), which divides by the weight of all towers' values",
-            shown,
         )
     averaged = f"{made}, and averaging the gradients divides by the {towers} towers"
     if _divides_by_towers(alone, term, towers):
         what = f"{averaged} once more: the gradients are 1/{towers} of one tower's"
-        fix = f"do not divide by the number of towers{lines_with_towers(comparison.one)}; or {fix}"
-        return Explanation(Cause.DIVIDED_TWICE, what, fix, shown)
+        return Explanation(Cause.DIVIDED_TWICE, what, shown, where=lines_with_towers(comparison.one))
     cause, what, scaled = Cause.LOSS_SCALE, f"the gradients are 1/{towers} of one tower's", term.chain[:-1]
     if _is_sum(term) and scaled == alone.chain[:-1]:
-        fix += " (in Keras' fit and add_loss, a mean over examples)"
         cause, what = Cause.SUM_OVER_GLOBAL_BATCH, f"a sum is right where gradients are added up; here {what}"
     if _is_sum(term) and not scaled:
-        fix += ", and raise the learning rate, if it was chosen for a sum"
         cause, what = Cause.SUM_LOSS, f"the sum over all examples becomes 1/{towers} of the one on one tower"
-    return Explanation(cause, f"{averaged}: {what}", fix, shown)
+    return Explanation(cause, f"{averaged}: {what}", shown)
 
 
 def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
@@ -233,38 +231,29 @@ def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
     return False
 
 
-def lines_with_towers(trace: Trace) -> str:
-    """Returns the lines of the script that read the number of towers, in words."""
-    lines = trace.counts_towers
-    if not lines:
-        return ""
-    return f" (num_replicas_in_sync is in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})"
-
-
-def _rate(comparison: RunComparison, at: int, outcome: str) -> Explanation:
+def _setting(comparison: RunComparison, at: int, outcome: str) -> Explanation:
     one, many, towers = comparison.one.steps[at], comparison.many[0].steps[at], len(comparison.many)
     lines = lines_with_towers(comparison.one)
-    alone, together = next((a, b) for a, b in zip(one.rates, many.rates, strict=False) if a != b)
-    shown = f"a further run with one tower's learning rates: {outcome}"
-    what = f"the learning rate of step {at + 1} is {together:g} on {towers} towers, but {alone:g} on one"
-    for name, steps in many.schedules.items():
-        steps_alone = one.schedules.get(name, steps)
+    name, _, (alone, together) = next(differing_settings([one, many], comparison.tolerance))
+    setting = setting_named(name)
+    shown = f"a further run with one tower's settings of the optimizer: {outcome}"
+    what = f"the {setting} of step {at + 1} is {together:g} on {towers} towers, but {alone:g} on one"
+    for scheduler, steps in many.schedules.items():
+        steps_alone = one.schedules.get(scheduler, steps)
         if steps != steps_alone:
             each = ", once for every tower in each step" if steps == towers * steps_alone else ""
             return Explanation(
                 Cause.SCHEDULE,
-                f"{what}: {name} has made {steps} steps by then, on one tower {steps_alone}{each}",
-                "step the schedule once after each optimizer step, whatever the number of towers, and count its total "
-                f"in global batches: len(distributed dataset){lines}",
+                f"{what}: {scheduler} has made {steps} steps by then, on one tower {steps_alone}{each}",
                 shown,
+                where=lines,
             )
     times = ": it is multiplied by the number of towers" if relative(together, towers * alone) < 1e-6 else ""
     return Explanation(
-        Cause.LEARNING_RATE,
+        Cause.LEARNING_RATE if name == "lr" else Cause.OPTIMIZER_SETTING,
         f"{what}{times}, while the global batch is the same",
-        "use the same learning rate on any number of towers, and scale it only together with the global batch size"
-        f"{lines}",
         shown,
+        where=lines,
     )
 
 
@@ -291,28 +280,31 @@ def reported_value(
     if alone.count != together.count:
         one, many = str(alone.count), f"{together.count} values"
     call = f"{together.call}{at_line(together.line)} after step {together.steps}"
-    differs = f"{call} gives {many} on {towers} towers, but {one} on one"
+    schedule = together.call.endswith(".step")
+    differs = f"{call} {'is given' if schedule else 'gives'} {many} on {towers} towers, but {one} on one"
     evaluation = _evaluation(comparison, differs)
     if evaluation is not None:
         return evaluation
     if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
         return None  # most likely, the loss is reported
-    fix = "reduce sums and counts with 'sum' and divide afterwards; a mean of the towers' means is not the mean"
+    advice = ""
     shares = {term.share for step in comparison.many[0].steps for loss in step.losses for term in loss.terms}
     if alone.count != together.count:
-        fix = "give gather the same entries on any number of towers, or one from each tower"
+        advice = "give gather the same entries on any number of towers, or one from each tower"
+    elif schedule:
+        advice = "give it a value that is equal on any number of towers, such as strategy.reduce('sum', loss)"
     elif "mean" in together.call and relative(b * towers, a) < 1e-3:
-        fix = "shares of the global mean (compute_average_loss) add up: strategy.reduce('sum', loss)"
+        advice = "shares of the global mean (compute_average_loss) add up: strategy.reduce('sum', loss)"
     elif "sum" in together.call and relative(b, a * towers) < 1e-3:
-        fix = (
+        advice = (
             "means, and values that are equal on all towers, do not add up. For a loss: "
             "mirrored.compute_average_loss of losses per example (reduction='none'), which is right for uneven "
             "shares, too. For other values: strategy.reduce('mean', value)"
         )
     elif "sum" in together.call and len(shares) > 1:
-        fix = "give the part of the loss that does not depend on the batch to mirrored.scale_regularization_loss"
+        advice = "give the part of the loss that does not depend on the batch to mirrored.scale_regularization_loss"
     what = f"training is equal, but {differs}"
-    return Explanation(Cause.REPORTED_VALUE, what, fix, "a comparison of the calls' results")
+    return Explanation(Cause.REPORTED_VALUE, what, "a comparison of the calls' results", advice)
 
 
 def printed_value(
@@ -331,14 +323,14 @@ def printed_value(
         return evaluation
     if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
         return None  # most likely, the loss is printed
-    fix = "combine the towers' values before printing, with strategy.reduce, strategy.gather or a metric"
+    advice = ""
     if one.value and 0 < many.value / one.value < 1.5 / towers:
-        fix = (
+        advice = (
             "print strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "
             "tower's share only (a value of compute_average_loss, a sum or a count)"
         )
     return Explanation(
-        Cause.PRINTED_VALUE, f"training is equal, but {differs}", fix, "a comparison of the chief's output"
+        Cause.PRINTED_VALUE, f"training is equal, but {differs}", "a comparison of the chief's output", advice
     )
 
 
@@ -361,15 +353,12 @@ def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:
             return Explanation(
                 Cause.EVALUATION_PADDING,
                 f"{what}: {more.total()} too many, {kind}",
-                "share the evaluation's data out with strategy.distribute_dataset, which repeats nothing (shares may "
-                "be uneven or empty), and add up sums and counts with strategy.reduce('sum', …)",
                 shown,
             )
         if fewer and not more:
             return Explanation(
                 Cause.EVALUATION_DROPS,
                 f"{what}: {fewer.total()} left out",
-                "share the evaluation's data out with strategy.distribute_dataset without drop_last",
                 shown,
             )
     return None
