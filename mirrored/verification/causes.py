@@ -23,10 +23,6 @@ class Verdict(enum.IntEnum):
 _DIFFERENT, _CANNOT_TELL, _FAILS_ON_ONE = Verdict.DIFFERENT, Verdict.CANNOT_TELL, Verdict.FAILS_ON_ONE_TOWER
 
 _LOSSES = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
-_IN_SCOPE = (
-    "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the first run"
-)
-_WHOLE = "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself"
 _GATHER = "the replica context's all_gather brings together (differentiable; docs/how-to/recipes.md#contrastive-losses)"
 
 
@@ -97,7 +93,10 @@ class Cause(enum.Enum):
         "sync_batch_norm=True), or, where each tower is to keep its own, outside of the state_dict "
         "(register_buffer(…, persistent=False))",
     )
-    OUTSIDE_SCOPE = "outside-scope", _IN_SCOPE
+    OUTSIDE_SCOPE = (
+        "outside-scope",
+        "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the first run",
+    )
     CHANGED_ON_ONE_TOWER = (
         "changed-on-one-tower",
         "change it identically on all towers: not under `if strategy.is_chief:`, and not with values that differ",
@@ -123,7 +122,10 @@ class Cause(enum.Enum):
     )
 
     # The data.
-    SHARDED_TWICE = "sharded-twice", _WHOLE
+    SHARDED_TWICE = (
+        "sharded-twice",
+        "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself",
+    )
     OTHER_DATA = (
         "other-data",
         "distribute the data with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not depend "

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.causes import Cause, Explanation, at_line, first_names, listed, plural
+from mirrored.verification.causes import Cause, Explanation, at_line, first_names, plural
 from mirrored.verification.compare import RunComparison, differing_settings, setting_named
 from mirrored.verification.trace import Draw, RunCall, Sketch, Trace, comparable
 from towers import errors
@@ -191,10 +191,10 @@ def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) 
 
 def _other_settings(at: int, line: int | None, name: str, values: Sequence[float]) -> Explanation:
     """Explains that the towers' optimizers have different settings in step ``at``."""
-    what = setting_named(name)
+    what, each = setting_named(name), ", ".join(f"{value:g} on tower {tower}" for tower, value in enumerate(values))
     return Explanation(
         Cause.CHANGED_ON_ONE_TOWER,
-        f"the towers are no longer mirror images: in step {at + 1}{at_line(line)} the {what} is {listed(values)}",
+        f"the towers are no longer mirror images: in step {at + 1}{at_line(line)} the {what} is {each}",
         "the settings of the towers' optimizers",
         f"compute the {what} from values that are equal on all towers: give a ReduceLROnPlateau, for example, "
         "strategy.reduce('sum', loss) instead of a tower's own loss",
@@ -239,6 +239,17 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
                     "update it identically on all towers, or use it on the chief alone",
                 )
     return None
+
+
+def learnable_factor(differs: str, line: int | None, towers: int) -> Explanation:
+    """Explains that a value with a gradient multiplies the result of ``compute_average_loss``."""
+    return Explanation(
+        Cause.LOSS_SCALE,
+        f"{differs}. The loss{at_line(line, 'backward()')} is the result of compute_average_loss times a value that "
+        f"has a gradient, too, such as a learnable weight, and that gradient is 1/{towers} of one tower's",
+        "the loss's autograd graph",
+        "multiply the losses by it, before mirrored.compute_average_loss",
+    )
 
 
 def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:

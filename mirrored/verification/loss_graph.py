@@ -76,7 +76,8 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
         count = target.numel()
     # Cross entropy saves the total weight of the targets that are not ignored.
     divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if how == "mean of" else 1.0
-    yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor)), branch
+    factor = name in ("Div", "Mul") and len(inner) > 1 and any(map(_is_share, inner))
+    yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor), factor), branch
 
 
 def _name(node: Any) -> str:
@@ -105,6 +106,13 @@ def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
         elif factor:
             count /= abs(factor)
     return count if math.isfinite(count) else 0.0
+
+
+def _is_share(node: Any) -> bool:
+    """Returns whether a node is the result of ``compute_average_loss``, possibly multiplied by a number."""
+    while len(inner := _inputs(node)) == 1 and _name(node).startswith(("Div", "Mul", *_UNCHANGED)):
+        node = inner[0]
+    return _name(node) == "_ScaleGradient"
 
 
 def _made_by_mirrored(node: Any) -> bool:

@@ -434,7 +434,7 @@ def _numbers(group: Mapping[str, Any]) -> Settings:
     numbers: Settings = {}
     for name in sorted(group, key=lambda name: name != "lr"):
         values = group[name] if isinstance(group[name], tuple) else (group[name],)
-        if all(isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) for value in values):
+        if all(v.numel() == 1 if isinstance(v, Tensor) else type(v) in (int, float) for v in values):
             floats = tuple(map(float, values))
             numbers[name] = floats if isinstance(group[name], tuple) else floats[0]
     return numbers

@@ -514,6 +514,7 @@ MISTAKES = [
         "multi_task",
         'mirrored.compute_average_loss(scaled(estimated, "value"))',
         'scaled(mirrored.compute_average_loss(estimated), "value")',
-        (Cause.UNKNOWN,),
+        (Cause.LOSS_SCALE,),
+        "loss.backward()",
     ),
 ]
