@@ -39,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _reset_environment()
     os.umask(0o022)
     os.register_at_fork(after_in_child=gc.freeze)  # freeing a Gloo group waits for a thread that a fork does not have
-    config.pluginmanager.register(Guard())
+    if getattr(config.option, "dist", "no") == "no":  # this process runs tests; it does not only distribute them
+        config.pluginmanager.register(Guard())
 
 
 def _reset_signals() -> None:
