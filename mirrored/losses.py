@@ -62,8 +62,8 @@ def compute_average_loss(
 
     Returns:
         A scalar. The values of all towers add up to the global mean (``strategy.reduce("sum", loss)``). After
-        averaging, the gradients are those of the global mean, except that of a parameter that multiplies the result,
-        which is 1/N: multiply the losses by it. For an empty share or a stand-in
+        averaging, the gradients are those of the global mean. Only a parameter that multiplies the result gets 1/N of
+        its gradient: multiply the losses by it instead. For an empty share or a stand-in
         (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros.
 
     Raises:

@@ -266,8 +266,8 @@ class TraceRecorder(StepLimit):
                 return fn(*args, **kwargs)
             finally:
                 watcher.call = None
-                if call.trained:
-                    trace.over_examples |= {**call.over_examples, **trace.over_examples}
+                for place, examples in call.over_examples.items() if call.trained else ():
+                    trace.over_examples.setdefault(place, examples)
                 self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
                 if draws.generator_state(watcher.device) != watcher.drawn and not trace.virtual:

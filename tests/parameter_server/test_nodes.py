@@ -105,6 +105,22 @@ class Tasks:
             process.communicate()
 
 
+def ray_with(folder: pathlib.Path, name: str, text: str) -> str:
+    """The value of ``PYTHONPATH`` for a Ray that is this one, except for one file."""
+    original, overlay = pathlib.Path(ray.__file__).parent, folder / "other" / "ray"
+    overlay.mkdir(parents=True)
+    for part in pathlib.PurePath(name).parts:
+        for entry in original.iterdir():
+            if entry.name not in (part, "__pycache__"):
+                (overlay / entry.name).symlink_to(entry)
+        original, overlay = original / part, overlay / part
+        if original.is_dir():
+            overlay.mkdir()
+    overlay.write_text(text)
+    overlay.chmod(0o755)
+    return os.pathsep.join([str(folder / "other"), os.environ.get("PYTHONPATH", "")])
+
+
 def train(chief: Program) -> set[str]:
     """Let the chief train for an epoch; returns which workers have taken part."""
     assert chief.stdin is not None
@@ -160,23 +176,17 @@ def test_a_worker_whose_task_is_killed_is_not_waited_for_and_comes_back(tasks: T
         assert "nothing listens at" in end_of(node, 0)[1]
 
 
-def test_a_node_that_starts_too_slowly_is_started_again(tasks: Tasks) -> None:
-    chief, *nodes, server = tasks.start_all()
-    raylets: list[int] = []
-
-    def stop_raylet() -> bool:
-        raylets[:] = [pid for pid, command in descendants(server.pid).items() if command.split()[0].endswith("/raylet")]
-        for pid in raylets:
-            os.kill(pid, signal.SIGSTOP)
-        return bool(raylets)
-
-    wait_until(stop_raylet)
-    await_ends(*raylets)
+def test_a_node_that_starts_too_slowly_is_started_again(tasks: Tasks, tmp_path: pathlib.Path) -> None:
+    raylet = "core/src/ray/raylet/raylet"
+    real = pathlib.Path(ray.__file__).parent / raylet
+    first_hangs = f'#!/bin/sh\nmkdir "{tmp_path}/started" && exec sleep 1000\nexec "{real}" "$@"\n'
+    slow = tasks.start("ps", PYTHONPATH=ray_with(tmp_path, raylet, first_hangs))
+    chief, *workers = tasks.start("chief"), tasks.start("worker", 0), tasks.start("worker", 1)
     train(chief)
     assert "done" in end_of(chief, 0)[0]
-    assert "the node of ps:0 did not start in the time that Ray gives it" in end_of(server, 0)[1]
-    for node in nodes:
-        end_of(node, 0)
+    assert "the node of ps:0 did not start in the time that Ray gives it" in end_of(slow, 0)[1]
+    for worker in workers:
+        end_of(worker, 0)
 
 
 @pytest.mark.seconds
@@ -214,20 +224,10 @@ def test_tasks_have_to_have_one_secret(tasks: Tasks) -> None:
     assert "token" in errors
 
 
-def with_another_version(folder: pathlib.Path) -> str:
-    """A folder of a Ray that is this one, but for the version that it says it has."""
-    (overlay := folder / "other" / "ray").mkdir(parents=True)
-    for entry in pathlib.Path(ray.__file__).parent.iterdir():
-        if entry.name not in ("_version.py", "__pycache__"):
-            (overlay / entry.name).symlink_to(entry)
-    (overlay / "_version.py").write_text('version = "2.1.0"\ncommit = ""\n')
-    return str(overlay.parent)
-
-
 @pytest.mark.row(64)
 def test_another_version_of_ray(tasks: Tasks, tmp_path: pathlib.Path) -> None:
     tasks.start("chief")
-    path = os.pathsep.join([with_another_version(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = ray_with(tmp_path, "_version.py", 'version = "2.1.0"\ncommit = ""\n')
     _, errors = end_of(tasks.start("worker", 1, PYTHONPATH=path), 1)
     assert f"StartupError: worker:1 at {tasks.cluster['worker'][1]} has ended as a node of the Ray cluster at" in errors
     assert re.search(rf"Version mismatch: [\s\S]*Ray: {re.escape(ray.__version__)}[\s\S]*Ray: 2\.1\.0", errors)

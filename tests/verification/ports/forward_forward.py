@@ -23,7 +23,7 @@ def overlay(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Claims(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
-    """Each example with its own label, and with a wrong one, which is drawn anew in each epoch."""
+    """Each example with its own label, and with a wrong one, which is drawn in each epoch."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels

@@ -14,12 +14,12 @@ PORTS = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """What is changed of a right script, and what verify is to say of it.
+    """A change of a right script that makes it wrong, and the answer that verify must give.
 
     Attributes:
         port: the script's name, without ".py".
-        old: text that occurs once in the script.
-        new: what replaces it.
+        old: a text that occurs once in the script.
+        new: its replacement.
         causes: those that are right answers; none if the report is a note on what each tower draws.
         line: a piece of the line that verify is to name; "" if there is no such line.
     """
