@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
+from mirrored.uses_of_losses import check_use, thread_to_check
 from towers.collectives.agreement import announce
 from towers.mirroring.fingerprint import fingerprints
 from towers.system import tree as trees
@@ -62,9 +63,10 @@ def compute_average_loss(
 
     Returns:
         A scalar. The values of all towers add up to the global mean (``strategy.reduce("sum", loss)``). After
-        averaging, the gradients are those of the global mean. Only a parameter that multiplies the result gets 1/N of
-        its gradient: multiply the losses by it instead. For an empty share or a stand-in
-        (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros.
+        averaging, the gradients are those of the global mean. For an empty share or a stand-in
+        (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros. It may be added to
+        other losses and multiplied by constants. A learnable weight, or another function, must be applied to the
+        losses: if it is applied to the result, backward raises RuntimeError on several towers (rule R3).
 
     Raises:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
@@ -144,7 +146,8 @@ def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
         # see [Note: a compiled loss is bound when it runs]; these operations are one kernel once they are compiled
         constant = value.detach()
         return torch.where(constant.isfinite(), constant + towers * (value - constant), towers * value)
-    scaled: Tensor = _ScaleGradient.apply(value, towers)
+    thread = thread_to_check(replica.strategy.communicator.health.run)
+    scaled: Tensor = _ScaleGradient.apply(value, towers, thread)
     return scaled
 
 
@@ -154,16 +157,18 @@ class _ScaleGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, factor: int) -> Tensor:
+    def forward(value: Tensor, factor: int, thread: int | None) -> Tensor:
         return value.clone()  # not a view of it: autograd would refuse ``loss += …``
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        ctx.factor = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int | None], output: Tensor) -> None:
+        _, ctx.factor, ctx.thread = inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.thread is not None:
+            check_use(ctx, ctx.thread)
+        return gradients[0] * ctx.factor, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -309,8 +309,6 @@ def _unexplained(comparison: RunComparison, tried: Sequence[Interventions]) -> E
     if (pairs := facts.pairs_of_examples(one, many[0], what)) is not None:
         return pairs
     loss = proofs.first_loss(many[0], at)
-    if loss is not None and any(term.learnable for term in loss.terms):
-        return facts.learnable_factor(what, loss.line, len(many))
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
     return Explanation(
         Cause.UNKNOWN,

@@ -241,17 +241,6 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
     return None
 
 
-def learnable_factor(differs: str, line: int | None, towers: int) -> Explanation:
-    """Explains that a value with a gradient multiplies the result of ``compute_average_loss``."""
-    return Explanation(
-        Cause.LOSS_SCALE,
-        f"{differs}. The loss{at_line(line, 'backward()')} is the result of compute_average_loss times a value that "
-        f"has a gradient, too, such as a learnable weight, and that gradient is 1/{towers} of one tower's",
-        "the loss's autograd graph",
-        "multiply the losses by it, before mirrored.compute_average_loss",
-    )
-
-
 def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
     """Explains that the loss compares the examples of a batch in pairs, but on several towers only within a share."""
     for (line, function), examples in many.over_examples.items():

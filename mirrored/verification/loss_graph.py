@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from mirrored.uses_of_losses import inputs_of, name_of
 from mirrored.verification.trace import Term
 from towers.system.torch_private import SAVED_FACTORS, SAVED_REDUCTION, SAVED_SIZES, SAVED_TARGET, SAVED_TOTAL_WEIGHT
 
@@ -55,7 +56,7 @@ def _branches(loss: torch.Tensor) -> Iterator[tuple[Term, Any]]:
 def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Iterator[tuple[Term, Any]]:
     branch = node
     while True:
-        name, inner = _name(node), _inputs(node)
+        name, inner = name_of(node), inputs_of(node)
         if name == "_ScaleGradient":
             share = True
         elif name in ("Div", "Mul") and (factor := _constant(node)) is not None and len(inner) == 1:
@@ -63,8 +64,8 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
         elif not (len(inner) == 1 and (name.startswith(_UNCHANGED) or (name == "Sum" and not _sizes(node)))):
             break
         node = inner[0]
-    if name == "Sum" and len(_sizes(node)) == 1 and _name(inner[0]) == "Stack":  # Keras adds up losses like this
-        name, inner = "Add", _inputs(inner[0])
+    if name == "Sum" and len(_sizes(node)) == 1 and name_of(inner[0]) == "Stack":  # Keras adds up losses like this
+        name, inner = "Add", inputs_of(inner[0])
     if name in ("Add", "Sub"):
         for following in inner:
             yield from _follow(following, chain, share)
@@ -76,18 +77,7 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
         count = target.numel()
     # Cross entropy saves the total weight of the targets that are not ignored.
     divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if how == "mean of" else 1.0
-    factor = name in ("Div", "Mul") and len(inner) > 1 and any(map(_is_share, inner))
-    yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor), factor), branch
-
-
-def _name(node: Any) -> str:
-    """Returns a node's name. A custom autograd function is also a node, and may have an attribute ``name``."""
-    name: str = type(node).name(node)
-    return name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
-
-
-def _inputs(node: Any) -> list[Any]:
-    return [following for following, _ in node.next_functions if following is not None]
+    yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor)), branch
 
 
 def _sizes(node: Any) -> list[int]:
@@ -108,20 +98,13 @@ def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
     return count if math.isfinite(count) else 0.0
 
 
-def _is_share(node: Any) -> bool:
-    """Returns whether a node is the result of ``compute_average_loss``, possibly multiplied by a number."""
-    while len(inner := _inputs(node)) == 1 and _name(node).startswith(("Div", "Mul", *_UNCHANGED)):
-        node = inner[0]
-    return _name(node) == "_ScaleGradient"
-
-
 def _made_by_mirrored(node: Any) -> bool:
     """Returns whether ``compute_average_loss`` or ``scale_regularization_loss`` is among a node's nearest ancestors."""
     seen, level = {node}, [node]
     while level and len(seen) < _MOST_ANCESTORS:
-        if any(_name(at).startswith("_ScaleGradient") for at in level):
+        if any(name_of(at).startswith("_ScaleGradient") for at in level):
             return True
-        level = [inner for at in level for inner in _inputs(at) if inner not in seen]
+        level = [inner for at in level for inner in inputs_of(at) if inner not in seen]
         seen.update(level)
     return False
 

@@ -139,13 +139,11 @@ class Term:
         chain: the operations on it, from the loss inwards: ("divided by", 8), ("sum of", 4), …
         share: whether ``compute_average_loss`` or ``scale_regularization_loss`` created it.
         divisor: the total divisor of the sum of its values: their number, or the number of tokens that count.
-        learnable: whether it is the result of ``compute_average_loss`` times a value that has a gradient, too.
     """
 
     chain: tuple[tuple[str, float], ...]
     share: bool
     divisor: float = 1.0
-    learnable: bool = False
 
     def __str__(self) -> str:
         *outer, (what, count) = self.chain

@@ -109,6 +109,17 @@ def accumulate() -> list[float]:
     return flat(model.parameters())
 
 
+def multiply_a_loss() -> str:
+    """The error of a weight that multiplies the result of compute_average_loss, in a backward of another thread."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+
+    def step() -> None:
+        weight = torch.tensor(2.0, device=strategy.device, requires_grad=True)
+        (weight * mirrored.compute_average_loss(weight * torch.ones(3, device=strategy.device))).backward()
+
+    return text_of(RuntimeError, strategy.run, step)
+
+
 def values() -> dict[str, Any]:
     """Values between towers: numbers, rows of different length, a gradient through a sum."""
     strategy = mirrored.MirroredStrategy(seed=0)

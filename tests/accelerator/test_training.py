@@ -55,6 +55,10 @@ def test_towers_that_use_other_parameters_have_the_numbers_of_the_cpu(
     assert gathers == []  # the flags are in the tails
 
 
+def test_a_weight_that_multiplies_a_loss_is_an_error(on_both: OnBoth) -> None:
+    assert "is multiplied or divided by a value that has a gradient" in on_both(cases.multiply_a_loss, way="host")
+
+
 @pytest.mark.parametrize("steps", [2, 6], ids=["while hosts gather", "later"])
 def test_a_layer_that_one_tower_thaws_is_an_error(steps: int, way: str, server: Server, pair: list[str]) -> None:
     with pytest.raises(AssertionError, match=r"parameter \S+ is frozen \(requires_grad is False\) on some towers"):

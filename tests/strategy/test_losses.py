@@ -151,6 +151,62 @@ def test_losses_are_added_in_place_and_do_not_overflow() -> None:
     assert towers(add_losses) == [[3.0, 6.0 - 1.0, 4.0, 2.0]] * 2
 
 
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "multiplied": lambda loss, weight: loss * weight,
+    "divided": lambda loss, weight: loss / weight,
+    "uncertainty of tasks": lambda loss, weight: 2 * loss + torch.exp(-weight) * (2 * loss) + weight,
+    "a dot product": lambda loss, weight: torch.stack([loss, loss]) @ torch.stack([weight, weight]),
+    "pow": lambda loss, weight: loss**2,
+    "sqrt": lambda loss, weight: (loss + weight).sqrt(),
+    "log": lambda loss, weight: torch.log(loss),
+    "reciprocal": lambda loss, weight: 1 / loss,
+    "div": lambda loss, weight: torch.ones(()) / loss,
+}
+"""Wrong functions of the result of ``compute_average_loss`` and of a weight that is 2."""
+
+RIGHT_USES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda loss, weight: 2 * loss / 3 + weight * weight.exp(),
+    lambda loss, weight: loss * weight.detach() - mirrored.scale_regularization_loss(weight**2),
+    lambda loss, weight: torch.stack([loss, 2 * loss]).mean().clamp(max=100.0),
+    lambda loss, weight: sum([loss] * 3000, weight),
+]
+
+
+def use_losses(strategy: mirrored.Strategy, first: int = 1) -> list[str]:
+    """The errors in run number ``first``."""
+
+    def step() -> list[str]:
+        texts = []
+        for use in [*USES.values(), *RIGHT_USES]:
+            weight = torch.tensor(2.0, requires_grad=True)
+            loss = mirrored.compute_average_loss(weight * torch.ones(3))
+            try:
+                use(loss, weight).backward()
+                [gradient] = torch.autograd.grad(
+                    use(mirrored.compute_average_loss(weight * torch.ones(3)), weight), weight
+                )
+                assert gradient == weight.grad
+                texts.append("")
+            except RuntimeError as error:
+                texts.append(str(error))
+        return texts
+
+    for _ in range(1, first):
+        strategy.run(int)
+    return strategy.run(step)
+
+
+def test_a_loss_is_only_added_and_multiplied_by_constants() -> None:
+    for texts in [*towers(use_losses), *towers(use_losses, 4)]:
+        named = dict(zip([*USES, *RIGHT_USES], texts, strict=True))
+        for name in list(USES)[:4]:
+            assert "is multiplied or divided by a value that has a gradient, too" in named.pop(name)
+        for name in list(USES)[4:]:
+            assert f"a function ({name}) is applied to the result" in named.pop(name)
+        assert set(named.values()) == {""}
+    assert use_losses(mirrored.OneDeviceStrategy()) == [""] * len(texts)
+
+
 Losses = Callable[[Tensor], Tensor]
 
 WRONG_NUMBERS: dict[str, tuple[Tensor, Losses]] = {

@@ -470,6 +470,11 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: min(1.0, (
         epochs="6",
         steps=20,
     ),
+    "a dot product": IN_ORDER.but(
+        Cause.LOSS_SCALE,
+        examples=40,
+        loss=f"{LOSSES} @ torch.full((len(x),), 1 / 8)",
+    ),
     "divided by hand": RIGHT.but(
         Cause.CHANGED_AFTER_AVERAGING,
         update="""\

@@ -514,7 +514,7 @@ MISTAKES = [
         "multi_task",
         'mirrored.compute_average_loss(scaled(estimated, "value"))',
         'scaled(mirrored.compute_average_loss(estimated), "value")',
-        (Cause.LOSS_SCALE,),
+        (Cause.FAILS_ON_TOWERS,),
         "loss.backward()",
     ),
 ]
