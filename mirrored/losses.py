@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from mirrored.context import ReplicaContext, require_replica_context
-from mirrored.uses_of_losses import check_use, thread_to_check
+from mirrored.uses_of_losses import check_use
 from towers.collectives.agreement import announce
 from towers.mirroring.fingerprint import fingerprints
 from towers.system import tree as trees
@@ -146,8 +148,10 @@ def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
         # see [Note: a compiled loss is bound when it runs]; these operations are one kernel once they are compiled
         constant = value.detach()
         return torch.where(constant.isfinite(), constant + towers * (value - constant), towers * value)
-    thread = thread_to_check(replica.strategy.communicator.health.run)
-    scaled: Tensor = _ScaleGradient.apply(value, towers, thread)
+    scaled: Tensor = _ScaleGradient.apply(value, towers)
+    run = replica.strategy.communicator.health.run
+    if run & (run - 1) == 0 and isinstance(scaled.grad_fn, BackwardCFunction):
+        scaled.grad_fn.thread = threading.get_ident()  # a third argument would cost more in every step
     return scaled
 
 
@@ -157,18 +161,19 @@ class _ScaleGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, factor: int, thread: int | None) -> Tensor:
+    def forward(value: Tensor, factor: int) -> Tensor:
         return value.clone()  # not a view of it: autograd would refuse ``loss += …``
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int | None], output: Tensor) -> None:
-        _, ctx.factor, ctx.thread = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+        ctx.thread = None
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         if ctx.thread is not None:
             check_use(ctx, ctx.thread)
-        return gradients[0] * ctx.factor, None, None
+        return gradients[0] * ctx.factor, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

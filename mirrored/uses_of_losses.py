@@ -11,7 +11,6 @@ value is not reported, because it is linear where it changes nothing. Compiled f
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -38,11 +37,6 @@ def name_of(node: Any) -> str:
 def inputs_of(node: Any) -> list[Any]:
     """Returns the nodes of the inputs of an autograd node that have a gradient."""
     return [following for following, _ in node.next_functions if following is not None]
-
-
-def thread_to_check(run: int) -> int | None:
-    """Returns this thread's number if losses of the ``run``-th call of ``strategy.run`` are checked, else None."""
-    return threading.get_ident() if run & (run - 1) == 0 else None
 
 
 def check_use(share: Any, thread: int) -> None:

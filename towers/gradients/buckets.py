@@ -66,18 +66,20 @@ class DenseSlot(Slot):
     Attributes:
         bucket, start: its position, in elements of the bucket's dtype.
         nbytes: the size of a dense gradient.
+        copied_at_once: whether gradients are copied before the bucket is packed.
         view: the part of the buffer for its gradient, in the parameter's shape and strides.
         copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
             is detected.
     """
 
-    __slots__ = ("bucket", "copied", "nbytes", "start", "view")
+    __slots__ = ("bucket", "copied", "copied_at_once", "nbytes", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
         self.bucket = bucket
         self.start = start
         self.nbytes = named.tensor.nbytes
+        self.copied_at_once = bucket.streams is not None or self.nbytes >= _LARGE_BYTES
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
 
@@ -164,12 +166,15 @@ class Bucket:
 
     def count_missing(self) -> None:
         """Counts, before a backward, how many gradients may arrive."""
-        self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
+        # A list takes half of the time of a generator.
+        self.missing = sum([(p := slot.parameter()) is not None and p.requires_grad for slot in self.slots])
 
     def take(self, slot: DenseSlot) -> bool:
-        """Takes a gradient that autograd has just finished, and returns whether :meth:`copy_in` is to be called."""
-        if self.streams is None and slot.nbytes < _LARGE_BYTES:
-            return False
+        """Takes a gradient that autograd has just finished and that is copied at once.
+
+        Returns:
+            Whether :meth:`copy_in` is to be called.
+        """
         self._waiting.add(slot)
         # The last gradient is copied when the bucket is packed, together with the flags.
         return self.streams is None or (self._waiting.nbytes >= _WAITING_BYTES and self.missing > 1)

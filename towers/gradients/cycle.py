@@ -264,7 +264,7 @@ class Cycle:
             )
         if bucket.streams is not None:
             bucket.streams.advance()
-        if is_last and gradient is not None and bucket.take(slot):
+        if slot.copied_at_once and is_last and gradient is not None and bucket.take(slot):
             self._copy_in(bucket)
         if slot.arrived:
             return False
