@@ -361,7 +361,7 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
     if together.total() == towers * batch.total():
         sizes += ": each tower takes a batch of the full size"
     advice = ""
-    if comparison.one.keras:
+    if comparison.one.library == "keras":
         advice = (
             "give fit the same batches on every tower and on any number of towers; it takes each tower's share itself"
         )

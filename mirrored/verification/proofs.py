@@ -324,7 +324,9 @@ def printed_value(
     if any(explanation.cause in _LOSS_CAUSES for explanation in proven):
         return None  # most likely, the loss is printed
     advice = ""
-    if one.value and 0 < many.value / one.value < 1.5 / towers:
+    if comparison.one.library == "lightning":
+        advice = "give sync_dist=True to self.log, which then logs the mean over the examples of all towers"
+    elif one.value and 0 < many.value / one.value < 1.5 / towers:
         advice = (
             "print strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "
             "tower's share only (a value of compute_average_loss, a sum or a count)"

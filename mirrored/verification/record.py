@@ -58,6 +58,7 @@ from towers.topology import DEVICES
 
 _MOST_FURTHER_EPOCHS = 100
 _RESULT_VALUES = 16
+_LIBRARIES = ("keras", "lightning")
 
 
 class StopRecording(BaseException):
@@ -242,7 +243,8 @@ class TraceRecorder(StepLimit):
         def recorded(*args: Any, **kwargs: Any) -> Any:
             watcher, trace = self._watcher, self.trace
             trace.towers, watcher.tower = strategy.num_replicas_in_sync, strategy.topology.index
-            trace.virtual, trace.keras = strategy.virtual_towers is not None, "mirrored.keras" in sys.modules
+            trace.virtual = strategy.virtual_towers is not None
+            trace.library = next((name for name in _LIBRARIES if f"mirrored.{name}" in sys.modules), "")
             call = RunCall(len(trace.steps))
             shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]

@@ -383,7 +383,7 @@ class Trace:
             ``run``, by line and function; the function is None for a number for each pair of examples.
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
-        keras: whether the script uses :mod:`mirrored.keras`.
+        library: "keras" or "lightning" if the script uses :mod:`mirrored.keras` or :mod:`mirrored.lightning`.
         counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
         raised: the exception that ended the script.
         end: how the script ended.
@@ -403,7 +403,7 @@ class Trace:
     printed: list[Printed] = dataclasses.field(default_factory=list)
     over_examples: dict[tuple[int | None, str | None], int] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
-    keras: bool = False
+    library: str = ""
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
     end: End = dataclasses.field(default_factory=End)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import mirrored
+from mirrored.verification.causes import Cause
 from tests.support.jobs import launch
 from tests.support.programs import run_program
 
@@ -155,3 +157,11 @@ def test_a_stand_in_is_not_logged(automatic: bool) -> None:
             for name, value in {"sum": 15, "max": 5, "min": 1, "mean": 3, "total": 15}.items():
                 assert found[f"{name}_epoch"] == found[f"val_{name}_epoch"] == value, (count, name)
                 assert found[f"{name}_step"] == 5, (count, name)
+
+
+def test_verify_names_the_argument_that_a_log_lacks(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.replace("sync_dist=True, ", "").replace("eval(sys.argv[1])", "{}"))
+    report = mirrored.verify(script)
+    assert report.causes == (Cause.PRINTED_VALUE,), report
+    assert "give sync_dist=True to self.log" in str(report)
