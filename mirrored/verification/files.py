@@ -12,12 +12,15 @@ But the files to copy are unknown, and users would not learn that their script r
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from mirrored.verification.causes import Cause, Explanation, first_names
 from mirrored.verification.watch import is_called_by_us
@@ -71,12 +74,25 @@ def not_comparable(files: Sequence[str]) -> Explanation:
     )
 
 
-def report_lines(report: Callable[[str, str | None], None]) -> None:
-    """Reports every line that the script prints, or writes into a text file, from now on.
+def report_output(report: Callable[[str, str | None], None]) -> None:
+    """Reports every line that the script prints, or writes into a text file, and every number in ``torch.save``.
 
     Args:
-        report: is called with each line and its file, None for standard output.
+        report: is called with each line and its file, None for standard output. Each number at the top of a dictionary
+            that is saved makes a line, with its key.
     """
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_(obj: Any, f: Any, *others: Any, **named: Any) -> None:
+        if isinstance(obj, Mapping) and not is_called_by_us():
+            name = os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else "a file"
+            for key, value in obj.items():
+                if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+                    report(f"{key} {value.item() if isinstance(value, torch.Tensor) else value}", name)
+        save(obj, f, *others, **named)
+
+    torch.save = save_
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = sys.__stdout__ = _TextFile(sys.stdout, lambda line: report(line, None))  # type: ignore[misc]
 
@@ -97,6 +113,22 @@ def report_lines(report: Callable[[str, str | None], None]) -> None:
         return _TextFile(stream, lambda line: report(line, os.fsdecode(file)), newline)
 
     builtins.open = io.open = open_  # type: ignore[assignment]
+
+
+def report_summaries(report: Callable[[str, str | None], None]) -> bool:
+    """Reports every number that the script writes for TensorBoard, and returns whether the script has imported it."""
+    if (module := sys.modules.get("torch.utils.tensorboard.writer")) is None:
+        return False
+    add = module.FileWriter.add_summary
+
+    def add_summary(writer: Any, summary: Any, *others: Any, **named: Any) -> None:
+        for value in summary.value:
+            if value.HasField("simple_value"):
+                report(f"{value.tag} {value.simple_value}", "TensorBoard")
+        add(writer, summary, *others, **named)
+
+    module.FileWriter.add_summary = add_summary  # type: ignore[attr-defined]
+    return True
 
 
 class _TextFile(io.TextIOWrapper):

@@ -328,7 +328,7 @@ def printed_value(
         advice = "give sync_dist=True to self.log, which then logs the mean over the examples of all towers"
     elif one.value and 0 < many.value / one.value < 1.5 / towers:
         advice = (
-            "print strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "
+            "use strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "
             "tower's share only (a value of compute_average_loss, a sum or a count)"
         )
     return Explanation(

@@ -34,7 +34,7 @@ from mirrored.context import ReplicaContext, current_replica, strategy_with_towe
 from mirrored.data.dataset import MapDataset
 from mirrored.interceptor import Interceptor
 from mirrored.shares import Batch
-from mirrored.verification import draws, padding
+from mirrored.verification import draws, files, padding
 from mirrored.verification.interventions import Interventions, RoundingPerturbation, in_double
 from mirrored.verification.trace import (
     Draw,
@@ -204,6 +204,7 @@ class TraceRecorder(StepLimit):
         self.watching = self._watcher = Watcher(self.trace, interventions)
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
+        self._reports_summaries = False
         self._evaluates = False  # the running call has called a module outside of training
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
@@ -242,6 +243,7 @@ class TraceRecorder(StepLimit):
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             watcher, trace = self._watcher, self.trace
+            self._reports_summaries = self._reports_summaries or files.report_summaries(self.prints)
             trace.towers, watcher.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             trace.library = next((name for name in _LIBRARIES if f"mirrored.{name}" in sys.modules), "")

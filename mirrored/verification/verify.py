@@ -55,8 +55,8 @@ def verify(
 
     It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and the
     optimizers' settings. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that
-    the chief prints or writes into text files, and the evaluation after these steps. A cause that the traces do not
-    show is proved by another run with one change. Each run is a real one: the script writes its usual files. Only the
+    the chief prints, writes into text files or TensorBoard, or saves in a dictionary, and the evaluation after these
+    steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one: the script writes its usual files. Only the
     checkpoints of a ``CheckpointManager`` are written to a temporary folder.
 
     The script runs from its start, with the same seed on tower 0 in both runs. The loop over a distributed dataset
@@ -223,7 +223,7 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )
     intercept(recorder)
-    files.report_lines(recorder.prints)
+    files.report_output(recorder.prints)
     with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting

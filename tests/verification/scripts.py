@@ -553,7 +553,7 @@ print("accuracy", sum(values) / len(values))""",
     ),
     # Numbers that the chief prints.
     "prints a share": RIGHT.but(
-        Cause.PRINTED_VALUE, evaluation="print('loss', float(loss))", words="print strategy.reduce('sum', value)"
+        Cause.PRINTED_VALUE, evaluation="print('loss', float(loss))", words="use strategy.reduce('sum', value)"
     ),
     "prints a count": RIGHT.but(
         Cause.PRINTED_VALUE,
@@ -563,7 +563,7 @@ for x, y in train:
     with torch.no_grad():
         right += int((model(x).argmax(1) == y).sum())
 print(f"{right} of {len(inputs)}")""",
-        words="print strategy.reduce('sum', value)",
+        words="use strategy.reduce('sum', value)",
     ),
     "writes a share": RIGHT.but(  # which a table has, whose times differ
         Cause.PRINTED_VALUE,
@@ -571,6 +571,18 @@ print(f"{right} of {len(inputs)}")""",
         after='table = csv.writer(open(f"{os.path.dirname(__file__)}/table.csv", "w", newline=""))',
         run="loss = strategy.run(train_step, args=batch)\ntable.writerow([step, time.perf_counter(), float(loss)])",
         words="into table.csv (line",
+    ),
+    "saves a share": RIGHT.but(
+        Cause.PRINTED_VALUE,
+        run="loss = strategy.run(train_step, args=batch)",
+        end='torch.save({"epoch": epoch, "loss": loss}, f"{os.path.dirname(__file__)}/last.pt")',
+        words="into last.pt (line",
+    ),
+    "writes a share for TensorBoard": RIGHT.but(
+        Cause.PRINTED_VALUE,
+        after='writer = strategy.summary_writer(f"{os.path.dirname(__file__)}/events")',
+        run='writer.add_scalar("loss", strategy.run(train_step, args=batch), step)',
+        words="into TensorBoard (line",
     ),
     "writes an average of shares": RIGHT.but(
         Cause.PRINTED_VALUE,
