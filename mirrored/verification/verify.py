@@ -56,8 +56,8 @@ def verify(
     It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and the
     optimizers' settings. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that
     the chief prints, writes into text files or TensorBoard, or saves in a dictionary, and the evaluation after these
-    steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one: the script writes its usual files. Only the
-    checkpoints of a ``CheckpointManager`` are written to a temporary folder.
+    steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one: the
+    script writes its usual files. Only the checkpoints of a ``CheckpointManager`` are written to a temporary folder.
 
     The script runs from its start, with the same seed on tower 0 in both runs. The loop over a distributed dataset
     ends after the last of the ``steps``, which uses the epoch's last batch. The evaluation that follows runs

@@ -30,6 +30,7 @@ MAY = {
     ROOT / "mirrored" / "parameter_server" / "references.py": "pickle",
     ROOT / "towers" / "launching" / "fork_server.py": "exec",
     ROOT / "mirrored" / "__init__.py": "import_module",
+    ROOT / "mirrored" / "verification" / "files.py": "save",  # it observes the script's own calls
 }
 
 
