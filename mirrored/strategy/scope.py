@@ -253,9 +253,11 @@ class Recorder:
 
     def models(self) -> Iterator[nn.Module]:
         """Yields the outermost modules that were taken, and all that were recorded and not yet taken."""
-        for _, root in self.roots():
-            yield root
-        yield from self._modules.values()
+        for _, reference in self._roots:
+            if (root := reference()) is not None:
+                yield root
+        if self._modules:  # iterating over weak references costs more, in every run
+            yield from self._modules.values()
 
 
 def has_uninitialized(module: nn.Module) -> bool:
