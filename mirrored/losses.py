@@ -68,7 +68,8 @@ def compute_average_loss(
         averaging, the gradients are those of the global mean. For an empty share or a stand-in
         (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros. It may be added to
         other losses and multiplied by constants. A learnable weight, or another function, must be applied to the
-        losses: if it is applied to the result, backward raises RuntimeError on several towers (rule R3).
+        losses (rule R3). If it is applied to the result, backward raises RuntimeError on several towers in runs number
+        1, 2, 4, 8, … of ``strategy.run``, except in a compiled function.
 
     Raises:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
@@ -151,7 +152,8 @@ def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
     scaled: Tensor = _ScaleGradient.apply(value, towers)
     run = replica.strategy.communicator.health.run
     if run & (run - 1) == 0 and isinstance(scaled.grad_fn, BackwardCFunction):
-        scaled.grad_fn.thread = threading.get_ident()  # a third argument would cost more in every step
+        # A third argument would take longer in every step. Under transforms, the node may be of another type.
+        scaled.grad_fn.thread = threading.get_ident()
     return scaled
 
 

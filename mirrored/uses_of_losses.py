@@ -1,11 +1,11 @@
 """Checks that the result of ``compute_average_loss`` is only added and multiplied by constants (rule R3).
 
-A product with a learnable weight would give that weight 1/N of its gradient on N towers, and the square root of a share
+In a product with a learnable weight, that weight would get 1/N of its gradient on N towers. The square root of a share
 is not a share of the mean's square root. Neither fails by itself, and the parameters stay equal on all towers.
 
-The autograd graph from the result to the tensor whose backward runs shows these functions. It is read in the runs whose
-numbers are powers of two, so the first steps and occasional later ones are checked. A minimum, a maximum or an absolute
-value is not reported, because it is linear where it changes nothing. Compiled functions are not followed.
+The check reads the autograd graph between the result and the tensor whose backward runs. It does so in the runs whose
+numbers are powers of two: in the first steps, and in a few later ones. A minimum, a maximum and an absolute value are
+not reported, because they are linear where they change nothing. Compiled functions are not followed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 _ROOTS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 """The functions of torch that run a backward, with their parameters for the tensors at which it starts."""
 
-_SELECTIONS = ("View", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Select", "Slice", "Unbind", "Permute", "T")
-_LINEAR = ("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat", "ToCopy", "Clone", "Alias", "UnsafeView", *_SELECTIONS)
-_PRODUCTS = ("Mul", "Div", "Dot")
-_OTHER = ("Pow", "Sqrt", "Rsqrt", "Exp", "Expm1", "Log", "Log2", "Log10", "Log1P", "Logaddexp", "Logsumexp")
-_FUNCTIONS = (*_OTHER, "Sigmoid", "LogSigmoid", "Tanh", "Softplus", "Reciprocal")
-_FOLLOWED = frozenset((*_LINEAR, *_PRODUCTS, *_FUNCTIONS))
+_SUMS = frozenset(("Add", "Sub", "Neg", "Sum", "Mean", "Stack", "Cat"))
+_SAME_VALUES = frozenset(("Clone", "ToCopy", "View", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Select", "Unbind"))
+_PRODUCTS = frozenset(("Mul", "Div", "Dot"))
+_POWERS = frozenset(("Pow", "Sqrt", "Rsqrt", "Reciprocal", "Exp", "Expm1", "Sigmoid", "Tanh", "Softplus"))
+_LOGARITHMS = frozenset(("Log", "Log2", "Log10", "Log1P", "LogSigmoid", "Logaddexp", "Logsumexp"))
+_FUNCTIONS = _POWERS | _LOGARITHMS
+_FOLLOWED = _SUMS | _SAME_VALUES | _PRODUCTS | _FUNCTIONS
 
 
 def name_of(node: Any) -> str:
@@ -47,7 +48,7 @@ def check_use(share: Any, thread: int) -> None:
         thread: the number of the thread that has started the backward. On GPUs, torch runs it in another one.
 
     Raises:
-        RuntimeError: a factor of the result has a gradient, or another function than a sum is applied to it.
+        RuntimeError: a factor of the result has a gradient, or a function that is not linear is applied to it.
     """
     consumers: dict[Any, list[Any]] = {}
     reached = list(_roots(thread))

@@ -253,9 +253,8 @@ class Recorder:
 
     def models(self) -> Iterator[nn.Module]:
         """Yields the outermost modules that were taken, and all that were recorded and not yet taken."""
-        for _, reference in self._roots:
-            if (root := reference()) is not None:
-                yield root
+        for _, root in self.roots():
+            yield root
         if self._modules:  # iterating over weak references costs more, in every run
             yield from self._modules.values()
 

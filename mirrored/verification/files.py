@@ -75,7 +75,7 @@ def not_comparable(files: Sequence[str]) -> Explanation:
 
 
 def report_output(report: Callable[[str, str | None], None]) -> None:
-    """Reports every line that the script prints, or writes into a text file, and every number in ``torch.save``.
+    """Reports the lines that the script prints or writes into text files, and the numbers that ``torch.save`` saves.
 
     Args:
         report: is called with each line and its file, None for standard output. Each number at the top of a dictionary

@@ -325,7 +325,10 @@ def printed_value(
         return None  # most likely, the loss is printed
     advice = ""
     if comparison.one.library == "lightning":
-        advice = "give sync_dist=True to self.log, which then logs the mean over the examples of all towers"
+        advice = (
+            "if self.log has logged it, give sync_dist=True to self.log, which then logs the mean over the examples "
+            "of all towers"
+        )
     elif one.value and 0 < many.value / one.value < 1.5 / towers:
         advice = (
             "use strategy.reduce('sum', value), called on all towers: the number seems to be computed from this "

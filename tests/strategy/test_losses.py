@@ -151,45 +151,58 @@ def test_losses_are_added_in_place_and_do_not_overflow() -> None:
     assert towers(add_losses) == [[3.0, 6.0 - 1.0, 4.0, 2.0]] * 2
 
 
-USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+FACTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "multiplied": lambda loss, weight: loss * weight,
     "divided": lambda loss, weight: loss / weight,
     "uncertainty of tasks": lambda loss, weight: 2 * loss + torch.exp(-weight) * (2 * loss) + weight,
     "a dot product": lambda loss, weight: torch.stack([loss, loss]) @ torch.stack([weight, weight]),
+}
+"""Products of the result of ``compute_average_loss`` with a weight that is 2."""
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "pow": lambda loss, weight: loss**2,
     "sqrt": lambda loss, weight: (loss + weight).sqrt(),
-    "log": lambda loss, weight: torch.log(loss),
+    "rsqrt": lambda loss, weight: loss.rsqrt(),
     "reciprocal": lambda loss, weight: 1 / loss,
     "div": lambda loss, weight: torch.ones(()) / loss,
+    "exp": lambda loss, weight: loss.exp(),
+    "expm1": lambda loss, weight: loss.expm1(),
+    "sigmoid": lambda loss, weight: loss.sigmoid(),
+    "tanh": lambda loss, weight: loss.tanh(),
+    "softplus": lambda loss, weight: F.softplus(loss),
+    "log": lambda loss, weight: loss.log(),
+    "log2": lambda loss, weight: loss.log2(),
+    "log10": lambda loss, weight: loss.log10(),
+    "log1p": lambda loss, weight: loss.log1p(),
+    "logsigmoid": lambda loss, weight: F.logsigmoid(loss),
+    "logaddexp": lambda loss, weight: torch.logaddexp(loss, weight),
+    "logsumexp": lambda loss, weight: torch.stack([loss, 2 * loss]).logsumexp(0),
 }
-"""Wrong functions of the result of ``compute_average_loss`` and of a weight that is 2."""
+"""Other wrong functions, by the names that the errors contain."""
 
-RIGHT_USES: list[Callable[[Tensor, Tensor], Tensor]] = [
-    lambda loss, weight: 2 * loss / 3 + weight * weight.exp(),
-    lambda loss, weight: loss * weight.detach() - mirrored.scale_regularization_loss(weight**2),
-    lambda loss, weight: torch.stack([loss, 2 * loss]).mean().clamp(max=100.0),
-    lambda loss, weight: sum([loss] * 3000, weight),
-]
+RIGHT_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "plus a penalty": lambda loss, weight: 2 * loss / 3 + weight * weight.exp(),
+    "times a constant": lambda loss, weight: loss * weight.detach() - mirrored.scale_regularization_loss(weight**2),
+    "clamped": lambda loss, weight: torch.stack([loss, 2 * loss]).mean().clamp(max=100.0),
+    "many": lambda loss, weight: sum([loss] * 3000, weight),
+}
 
 
-def use_losses(strategy: mirrored.Strategy, first: int = 1) -> list[str]:
-    """The errors in run number ``first``."""
+def use_losses(strategy: mirrored.Strategy, first: int = 1) -> dict[str, list[str]]:
+    """The errors of ``backward`` and ``autograd.grad`` in run number ``first``, by use."""
 
-    def step() -> list[str]:
-        texts = []
-        for use in [*USES.values(), *RIGHT_USES]:
-            weight = torch.tensor(2.0, requires_grad=True)
-            loss = mirrored.compute_average_loss(weight * torch.ones(3))
-            try:
-                use(loss, weight).backward()
-                [gradient] = torch.autograd.grad(
-                    use(mirrored.compute_average_loss(weight * torch.ones(3)), weight), weight
-                )
-                assert gradient == weight.grad
-                texts.append("")
-            except RuntimeError as error:
-                texts.append(str(error))
-        return texts
+    def error_of(call: Callable[[Tensor, Tensor], object], use: Callable[[Tensor, Tensor], Tensor]) -> str:
+        weight = torch.tensor(2.0, requires_grad=True)
+        try:
+            call(use(mirrored.compute_average_loss(weight * torch.ones(3)), weight), weight)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def step() -> dict[str, list[str]]:
+        calls = (lambda result, _: result.backward(), torch.autograd.grad)
+        uses = {**FACTORS, **FUNCTIONS, **RIGHT_USES}
+        return {name: [error_of(call, use) for call in calls] for name, use in uses.items()}
 
     for _ in range(1, first):
         strategy.run(int)
@@ -198,13 +211,15 @@ def use_losses(strategy: mirrored.Strategy, first: int = 1) -> list[str]:
 
 def test_a_loss_is_only_added_and_multiplied_by_constants() -> None:
     for texts in [*towers(use_losses), *towers(use_losses, 4)]:
-        named = dict(zip([*USES, *RIGHT_USES], texts, strict=True))
-        for name in list(USES)[:4]:
-            assert "is multiplied or divided by a value that has a gradient, too" in named.pop(name)
-        for name in list(USES)[4:]:
-            assert f"a function ({name}) is applied to the result" in named.pop(name)
-        assert set(named.values()) == {""}
-    assert use_losses(mirrored.OneDeviceStrategy()) == [""] * len(texts)
+        for name, errors in texts.items():
+            for error in errors:
+                if name in FACTORS:
+                    assert "is multiplied or divided by a value that has a gradient, too" in error
+                elif name in FUNCTIONS:
+                    assert f"a function ({name}) is applied to the result" in error
+                else:
+                    assert not error
+    assert set(map(tuple, use_losses(mirrored.OneDeviceStrategy()).values())) == {("", "")}
 
 
 Losses = Callable[[Tensor], Tensor]

@@ -187,8 +187,8 @@ class _Towers(Attempt):
             return Failure(tower, None, report.trace, report.consequence)
         code = process.exitcode
         how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
-        guard = "a script needs `if __name__ == '__main__':` around mirrored.launch and mirrored.verify"
-        hint = f"; {guard}" if code == 1 else ""
+        guard = "; a script needs `if __name__ == '__main__':` around mirrored.launch and mirrored.verify"
+        hint = guard if code == 1 else ""
         return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
 
     def living(self) -> list[int]:
