@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import functools
 import io
+import numbers
 import os
 import stat
 import sys
@@ -88,8 +89,9 @@ def report_output(report: Callable[[str, str | None], None]) -> None:
         if isinstance(obj, Mapping) and not is_called_by_us():
             name = os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else "a file"
             for key, value in obj.items():
-                if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
-                    report(f"{key} {value.item() if isinstance(value, torch.Tensor) else value}", name)
+                number = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+                if isinstance(number, numbers.Real):  # also numpy's
+                    report(f"{key} {number}", name)
         save(obj, f, *others, **named)
 
     torch.save = save_
