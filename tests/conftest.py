@@ -90,7 +90,7 @@ def loaded_towers() -> None:
     modules = ["towers.launching.preloaded", "mirrored.strategy.kinds", "mirrored.checkpoint", "hypothesis", "pytest"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["torch._inductor.compile_fx", "torchmetrics", "keras"]
-    forkserver.set_forkserver_preload([*modules, "tests.support.jobs"])
+    forkserver.set_forkserver_preload([*modules, "tests.support.jobs", "tests.support.huge_pages"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("KERAS_BACKEND", "torch")

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "_run_module_as_main",  # of Python's runpy: what ``python -m`` calls
     "_register_atexit",  # of Python's threading: what runs before threads are waited for, as concurrent.futures does
     *("_shutdown", "_run_exitfuncs"),  # of Python's threading and atexit: the ends of threads and of a process
+    "_registry",  # of Python's weakref: the finalizers that have not run
 }
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 
@@ -341,6 +342,18 @@ def register(path: str) -> None:
 
 def test_exit_handlers_run(tmp_path: pathlib.Path) -> None:
     launch(register, (f"{tmp_path}/",))
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["done", "done"]
+
+
+def finalize_own(path: str) -> tuple[bool, int]:
+    """Whether there are finalizers of what was loaded before a tower, and how many of these it will run."""
+    inherited = list(weakref.finalize._registry)  # type: ignore[attr-defined]
+    weakref.finalize(atexit, pathlib.Path(f"{path}{tower()}").write_text, "done")
+    return bool(inherited), sum(each.atexit for each in inherited)
+
+
+def test_a_tower_runs_its_finalizers_and_not_those_of_the_fork_server(tmp_path: pathlib.Path) -> None:
+    assert launch(finalize_own, (f"{tmp_path}/",)) == [(True, 0), (True, 0)]
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["done", "done"]
 
 

@@ -53,6 +53,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, NoReturn, TextIO
@@ -419,6 +420,16 @@ def end_soon_preempted() -> None:
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
     threading._register_atexit(script_ended.set)  # type: ignore[attr-defined]  # before threads and pools are waited for
     atexit.register(threads_ended.set)
+
+
+def skip_inherited_finalizers() -> None:
+    """In a forked process: what the parent has registered with ``weakref.finalize`` does not run at its end.
+
+    torch has 137 of these, one for each library of operators. Unregistering the operators takes 0.06 s, and copies
+    28 MB of pages that were shared with the parent.
+    """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def run_exit_handlers() -> None:

@@ -39,7 +39,7 @@ from typing import IO, Any, NoReturn
 import numpy
 import torch
 
-from towers.health.failure import leave, run_exit_handlers
+from towers.health.failure import leave, run_exit_handlers, skip_inherited_finalizers
 from towers.system import machine
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
@@ -182,6 +182,7 @@ def _become(
     """Runs the program until it or the agent ends. No signal of a terminal reaches it."""
     os.setsid()
     machine.end_with_parent(signal.SIGKILL)
+    skip_inherited_finalizers()
     for number, name in enumerate(streams, start=1):
         if name is not None:
             target = os.open(name, os.O_WRONLY | os.O_APPEND)

@@ -289,6 +289,7 @@ def _be_tower(
 ) -> None:
     """Runs in the process of a tower."""
     failure.end_with_parent()
+    failure.skip_inherited_finalizers()
     os.register_at_fork(after_in_child=sender.close)  # otherwise this tower's end is not detected while its child lives
     for number, path in enumerate(streams, start=1):
         target = os.open(path, os.O_WRONLY)
