@@ -126,7 +126,7 @@ def verify(
         many = job.run(towers, Interventions(shapes=shapes, double=float64))
     except errors.TowerFailedError as error:
         nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)
-        return make_report(name, nothing, [_ended(count, error)])
+        return make_report(name, nothing, [_ended(count, error, timeout)])
     comparison, explanations = compare(one, many, tolerance, exact), list[Explanation]()
     if float64:
         comparison = dataclasses.replace(comparison, double=True)
@@ -155,13 +155,19 @@ def _module_file(name: str) -> str:
     return spec.origin or ""
 
 
-def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
+def _ended(towers: int, error: errors.TowerFailedError, timeout: float) -> Explanation:
     """Explains a run without a trace: a tower died, or the time was over."""
-    return Explanation(
-        Cause.FAILS_ON_ONE if towers == 1 else Cause.FAILS_ON_TOWERS,
-        f"the run on {plural(towers, 'tower')} ended before its time: {str(error).splitlines()[-1]}",
-        advice="see that the script ends by itself, or give it more time (timeout)",
-    )
+    if isinstance(error.__cause__, TimeoutError):
+        problem = f"was not done after {timeout:g} s"
+        advice = "see that the script ends by itself, or give each run more time (timeout)"
+    else:
+        problem = f"ended before its time: {str(error).splitlines()[-1]}"
+        advice = (
+            "start the script without verify to see why it ends; a program that calls mirrored.verify needs "
+            "`if __name__ == '__main__':`"
+        )
+    cause = Cause.FAILS_ON_ONE if towers == 1 else Cause.FAILS_ON_TOWERS
+    return Explanation(cause, f"the run on {plural(towers, 'tower')} {problem}", advice=advice)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import mirrored
 from tests.support.jobs import ROOT, launch
-from tests.support.programs import end_of, run_command, run_program, start_command, start_program
+from tests.support.programs import end_of, run_command, run_program, start_command
 from tests.support.readme import blocks_of_readme, scripts_of_readme
 
 EXAMPLES = ROOT / "examples"
@@ -290,14 +290,30 @@ def test_the_digits_are_served_without_mirrored(tmp_path: pathlib.Path) -> None:
     assert "torch.export computes something else than the model that was trained" in result.stderr
 
 
+HELP = """
+import os, runpy, sys
+import mirrored
+
+mirrored.MirroredStrategy  # loads torch, once for all examples
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+for example in sys.argv[1:]:
+    print("The help of", example, flush=True)
+    if os.fork() == 0:
+        sys.argv = [example, "--help"]
+        runpy.run_path(example, run_name="__main__")
+        raise AssertionError("its help did not end it")
+    assert os.wait()[1] == 0, example
+"""
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - {"recommender.py", "serve.py"}))
-def test_help(name: str) -> None:
-    command = start_program([str(EXAMPLES / name), "--help"])
-    output, _ = command.communicate()
-    assert command.returncode == 0
-    assert "--devices" in output
-    assert "--epochs" in output
+def test_help() -> None:
+    examples = sorted(str(path) for path in EXAMPLES.glob("*.py") if path.name not in ("recommender.py", "serve.py"))
+    _, *helps = run_program(["-c", HELP, *examples], code=0).stdout.split("The help of")
+    assert len(helps) == len(examples)
+    for text in helps:
+        assert "--devices" in text
+        assert "--epochs" in text
 
 
 @pytest.mark.extended

@@ -12,7 +12,7 @@ from torch import nn
 import mirrored
 from mirrored.interceptor import interceptor
 from mirrored.verification import Cause, VerificationReport
-from tests.support.programs import run_command
+from tests.support.programs import run_command, run_program
 from tests.verification.scripts import PROGRAMS, SCRIPTS, script_in
 
 
@@ -267,6 +267,20 @@ def test_the_command() -> None:
     assert result.stdout.startswith(f"{script} on 1 tower and on 2: 2 steps compared within 0.0001\n")
     assert "Cause [reported-value]" in result.stdout
     assert result.stderr == ""  # what the script and its towers say is not shown
+
+
+@pytest.mark.extended
+def test_a_run_that_leaves_nothing_to_compare(tmp_path: pathlib.Path) -> None:
+    script, program = tmp_path / "endless.py", tmp_path / "unguarded.py"
+    script.write_text("import time\ntime.sleep(1000)\n")
+    report = mirrored.verify(script, timeout=2)
+    assert report.causes == (Cause.FAILS_ON_ONE,)
+    assert "the run on 1 tower was not done after 2 s." in plain(report)
+    assert "give each run more time (timeout)" in plain(report)
+    program.write_text(f"import mirrored\nprint(mirrored.verify({str(script)!r}))\n")
+    text = " ".join(run_program([str(program)], code=0).stdout.split())
+    assert "the process of tower 0 ended with exit code 1 before fn had returned" in text
+    assert "Fix: start the script without verify to see why it ends; a program that calls mirrored.verify needs" in text
 
 
 @pytest.mark.parametrize(
