@@ -147,10 +147,14 @@ def test_a_cluster_is_played(program: str) -> None:
 
 @pytest.mark.row(63)
 def test_tasks_that_do_not_come_are_named(tasks: Tasks) -> None:
-    chief, worker = tasks.start("chief", DEADLINE="20"), tasks.start("worker", 1)
-    _, errors = end_of(chief, 1)
+    for seconds in ("20", "60", "180"):  # on a busy machine, the node of the worker that comes takes longer
+        chief, worker = tasks.start("chief", DEADLINE=seconds), tasks.start("worker", 1)
+        _, errors = end_of(chief, 1)
+        if tasks.cluster["worker"][1] not in errors.rpartition("StartupError")[2]:
+            break
+        worker.kill()
     missing = f"worker:0 ({tasks.cluster['worker'][0]}), ps:0 ({tasks.cluster['ps'][0]})"
-    assert f"StartupError: {missing} did not join within 20 s: start the script there" in errors
+    assert f"StartupError: {missing} did not join within {seconds} s: start the script there" in errors
     end_of(worker, 0)
     _, errors = end_of(tasks.start("ps", DEADLINE="1"), 1)
     assert f"StartupError: the chief did not connect to {tasks.cluster['chief'][0]} within 1 s" in errors
