@@ -3,9 +3,10 @@
 [Note: a fork in place of a new Python] A new Python needs 1.3 s of a core to load torch, and another second to load
 torch's compiler for its first optimizer, and its own 200 MB for them. A fork needs hundredths of a second, and shares
 that memory. A script finds the same state as in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
-``__main__``, random states, exit handlers, and the same end by an exception or a signal. There are three differences:
-``ps`` shows the agent's command for every tower; the hashes of strings are the same in all towers; and variables that a
-script itself sets are too late for settings that torch reads when it is loaded (``TORCH_LOGS``).
+``__main__``, random states, exit handlers, and the same end by an exception or a signal. There are four differences:
+``ps`` shows the agent's command for every tower; the hashes of strings are the same in all towers; variables that a
+script itself sets are too late for settings that torch reads when it is loaded (``TORCH_LOGS``); and at the end of a
+tower, finalizers (``weakref.finalize``) of what the fork server has loaded do not run.
 
 The fork server is forked from the agent before the agent has threads, and has no threads itself. Towers become children
 of the agent (``PR_SET_CHILD_SUBREAPER``), which receives their exit codes as for other children. In some cases a fork

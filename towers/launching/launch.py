@@ -7,7 +7,7 @@ loaded are frozen: otherwise, each full garbage collection of a small job would 
 
 [Note: launched towers end as programs do] Before Python 3.13, multiprocessing ends its processes without exit handlers.
 A tower that ends during a collective that it has started breaks the connections of the others. Its exit handlers wait
-for such collectives, so a tower runs them.
+for such collectives, so a tower runs them, and the finalizers (``weakref.finalize``) that it has registered itself.
 """
 
 from __future__ import annotations
