@@ -80,9 +80,11 @@ def test_global_batch_smaller_than_the_tower_count() -> None:
     assert said[1:] == [[], []]
     text, other, with_stand_in = said[0]
     assert text.startswith(
-        "the global batch (range, 5 examples) has 2 examples for 3 towers: 1 of them have nothing to"
+        "the global batch (range, 5 examples) has 2 examples for 3 towers: 1 of them has nothing to do"
     )
-    assert other.startswith("the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers: 2 of them")
+    assert other.startswith(
+        "the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers: 2 of them have"
+    )
     assert with_stand_in.startswith("the last batch of an epoch (range, 8 examples) has 2 examples for 3 towers: 1 of")
     assert ["stand_in=True" in message for message in said[0]] == [True, True, False]
 
