@@ -119,6 +119,16 @@ def test_a_fork_ends_as_a_new_python_does(how: str, tmp_path: pathlib.Path) -> N
     assert run_fork(["end.py", how], tmp_path) == (alone.stdout, alone.stderr, alone.returncode)
 
 
+def test_what_a_failing_program_has_written_is_in_its_files(tmp_path: pathlib.Path) -> None:
+    """The tests' own start-up file, which looks for no garbage at the end, keeps a new Python from the same."""
+    lines = 'log = open("log", "w"); log.write("a line")\nraw = open("raw", "wb"); raw.write(b"bytes")\n'
+    (tmp_path / "fail.py").write_text(f'{lines}raise ValueError("boom")\n')
+    _, errors, code = run_fork(["fail.py"], tmp_path)
+    assert (errors.splitlines()[-1], code) == ("ValueError: boom", 1)
+    assert (tmp_path / "log").read_text() == "a line"
+    assert (tmp_path / "raw").read_bytes() == b"bytes"
+
+
 @pytest.mark.parametrize(
     ("words", "files"),
     [

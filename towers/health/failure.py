@@ -42,6 +42,8 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
+import io
 import json
 import math
 import multiprocessing
@@ -50,6 +52,7 @@ import os
 import pathlib
 import re
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -449,3 +452,17 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no stream, or no reader any more
             stream.flush()
+
+
+def unclosed_files() -> list[io.IOBase]:
+    """Returns the regular files that the program has opened and not closed.
+
+    Those that were open when :func:`gc.freeze` was called are left out: in a fork, they are the parent's.
+    """
+    found: list[io.IOBase] = []
+    for file in gc.get_objects():
+        if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):  # it is closed, or has no descriptor
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    found.append(file)
+    return found

@@ -40,7 +40,7 @@ from typing import IO, Any, NoReturn
 import numpy
 import torch
 
-from towers.health.failure import leave, run_exit_handlers, skip_inherited_finalizers
+from towers.health.failure import leave, run_exit_handlers, skip_inherited_finalizers, unclosed_files
 from towers.system import machine
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
@@ -217,7 +217,11 @@ def _end_failed() -> NoReturn:
 
     The other towers wait for its end, and freeing all that torch has loaded takes a third of a second of a core.
     """
+    files = unclosed_files()
     run_exit_handlers()
+    for file in files:  # Python does this when it ends the interpreter
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
     leave(1)
 
 
