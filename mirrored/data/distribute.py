@@ -169,6 +169,6 @@ def _say_if_small(distribution: Distribution, settings: dict[str, object], datas
         return
     tip = "" if cut.stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
     log.info(
-        "%s (%s) has %d example%s for %d towers: %d of them %s nothing to do in %s%s",
-        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, "has" if idle == 1 else "have", steps, tip),
+        "%s (%s) has %d example%s for %d towers, which leaves %d tower%s without examples in %s%s",
+        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, "s" * (idle > 1), steps, tip),
     )

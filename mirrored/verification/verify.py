@@ -159,7 +159,7 @@ def _ended(towers: int, error: errors.TowerFailedError, timeout: float) -> Expla
     """Explains a run without a trace: a tower died, or the time was over."""
     if isinstance(error.__cause__, TimeoutError):
         problem = f"was not done after {timeout:g} s"
-        advice = "see that the script ends by itself, or give each run more time (timeout)"
+        advice = "make the script end by itself, or give each run more time (timeout)"
     else:
         problem = f"ended before its time: {str(error).splitlines()[-1]}"
         advice = (

@@ -301,7 +301,7 @@ for example in sys.argv[1:]:
     if os.fork() == 0:
         sys.argv = [example, "--help"]
         runpy.run_path(example, run_name="__main__")
-        raise AssertionError("its help did not end it")
+        raise AssertionError(f"{example} continues after its help")
     assert os.wait()[1] == 0, example
 """
 

@@ -346,7 +346,7 @@ def test_exit_handlers_run(tmp_path: pathlib.Path) -> None:
 
 
 def finalize_own(path: str) -> tuple[bool, int]:
-    """Whether there are finalizers of what was loaded before a tower, and how many of these it will run."""
+    """Returns whether the fork server has registered finalizers, and how many of them this tower will run."""
     inherited = list(weakref.finalize._registry)  # type: ignore[attr-defined]
     weakref.finalize(atexit, pathlib.Path(f"{path}{tower()}").write_text, "done")
     return bool(inherited), sum(each.atexit for each in inherited)
@@ -355,6 +355,21 @@ def finalize_own(path: str) -> tuple[bool, int]:
 def test_a_tower_runs_its_finalizers_and_not_those_of_the_fork_server(tmp_path: pathlib.Path) -> None:
     assert launch(finalize_own, (f"{tmp_path}/",)) == [(True, 0), (True, 0)]
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["done", "done"]
+
+
+UNCLOSED: list[io.TextIOWrapper] = []
+
+
+def write_without_closing(path: str) -> None:
+    UNCLOSED.append(open(f"{path}{tower()}", "w"))  # noqa: SIM115
+    UNCLOSED[0].write("done")
+    raise ValueError("planned failure")
+
+
+def test_a_failing_tower_keeps_the_data_of_files_that_it_has_not_closed(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(write_without_closing, (f"{tmp_path}/",))
+    assert (tmp_path / f"{caught.value.tower}").read_text() == "done"
 
 
 def talk() -> int:

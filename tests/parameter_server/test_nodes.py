@@ -147,7 +147,7 @@ def test_a_cluster_is_played(program: str) -> None:
 
 @pytest.mark.row(63)
 def test_tasks_that_do_not_come_are_named(tasks: Tasks) -> None:
-    for seconds in ("20", "60", "180"):  # on a busy machine, the node of the worker that comes takes longer
+    for seconds in ("20", "60", "180"):  # on a busy machine, the Ray node of worker 1 starts later
         chief, worker = tasks.start("chief", DEADLINE=seconds), tasks.start("worker", 1)
         _, errors = end_of(chief, 1)
         if tasks.cluster["worker"][1] not in errors.rpartition("StartupError")[2]:

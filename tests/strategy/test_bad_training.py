@@ -67,7 +67,7 @@ def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[st
     strategy.distribute_dataset(torch.arange(7), 3)
     for size, options in ((8, {"stand_in": True}), (8, {"drop_last": True}), (9, {})):
         strategy.distribute_dataset(range(size), 6, **options)
-    return seen, [message for message in records.messages if "nothing to do" in message]
+    return seen, [message for message in records.messages if "without examples" in message]
 
 
 @pytest.mark.row(37)
@@ -80,12 +80,14 @@ def test_global_batch_smaller_than_the_tower_count() -> None:
     assert said[1:] == [[], []]
     text, other, with_stand_in = said[0]
     assert text.startswith(
-        "the global batch (range, 5 examples) has 2 examples for 3 towers: 1 of them has nothing to do"
+        "the global batch (range, 5 examples) has 2 examples for 3 towers, which leaves 1 tower without examples"
     )
     assert other.startswith(
-        "the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers: 2 of them have"
+        "the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers, which leaves 2 towers without"
     )
-    assert with_stand_in.startswith("the last batch of an epoch (range, 8 examples) has 2 examples for 3 towers: 1 of")
+    assert with_stand_in.startswith(
+        "the last batch of an epoch (range, 8 examples) has 2 examples for 3 towers, which leaves 1 "
+    )
     assert ["stand_in=True" in message for message in said[0]] == [True, True, False]
 
 

@@ -272,7 +272,7 @@ def test_the_command() -> None:
 @pytest.mark.extended
 def test_a_run_that_leaves_nothing_to_compare(tmp_path: pathlib.Path) -> None:
     script, program = tmp_path / "endless.py", tmp_path / "unguarded.py"
-    script.write_text("import time\ntime.sleep(1000)\n")
+    script.write_text("import signal\nsignal.pause()\n")
     report = mirrored.verify(script, timeout=2)
     assert report.causes == (Cause.FAILS_ON_ONE,)
     assert "the run on 1 tower was not done after 2 s." in plain(report)

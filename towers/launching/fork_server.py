@@ -5,8 +5,8 @@ torch's compiler for its first optimizer, and its own 200 MB for them. A fork ne
 that memory. A script finds the same state as in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
 ``__main__``, random states, exit handlers, and the same end by an exception or a signal. There are four differences:
 ``ps`` shows the agent's command for every tower; the hashes of strings are the same in all towers; variables that a
-script itself sets are too late for settings that torch reads when it is loaded (``TORCH_LOGS``); and at the end of a
-tower, finalizers (``weakref.finalize``) of what the fork server has loaded do not run.
+script itself sets are too late for settings that torch reads when it is loaded (``TORCH_LOGS``); and
+finalizers (``weakref.finalize``) that the fork server has registered do not run at the end of a tower.
 
 The fork server is forked from the agent before the agent has threads, and has no threads itself. Towers become children
 of the agent (``PR_SET_CHILD_SUBREAPER``), which receives their exit codes as for other children. In some cases a fork
@@ -40,7 +40,7 @@ from typing import IO, Any, NoReturn
 import numpy
 import torch
 
-from towers.health.failure import leave, run_exit_handlers, skip_inherited_finalizers, unclosed_files
+from towers.health.failure import leave, run_exit_handlers, skip_inherited_finalizers
 from towers.system import machine
 from towers.system.timeouts import clock, wait_until
 from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
@@ -217,11 +217,7 @@ def _end_failed() -> NoReturn:
 
     The other towers wait for its end, and freeing all that torch has loaded takes a third of a second of a core.
     """
-    files = unclosed_files()
     run_exit_handlers()
-    for file in files:  # Python does this when it ends the interpreter
-        with contextlib.suppress(OSError, ValueError):
-            file.flush()
     leave(1)
 
 

@@ -7,7 +7,7 @@ loaded are frozen: otherwise, each full garbage collection of a small job would 
 
 [Note: launched towers end as programs do] Before Python 3.13, multiprocessing ends its processes without exit handlers.
 A tower that ends during a collective that it has started breaks the connections of the others. Its exit handlers wait
-for such collectives, so a tower runs them, and the finalizers (``weakref.finalize``) that it has registered itself.
+for such collectives, so a tower runs them. It also flushes its files, which multiprocessing does not.
 """
 
 from __future__ import annotations
@@ -311,6 +311,7 @@ def _be_tower(
     except BaseException as error:
         reply = pickle.dumps((None, _describe(int(variables["RANK"]), error)))
         failed = isinstance(error, Exception)
+    failure.flush_files()
     sender.send_bytes(reply)
     if failed:
         failure.end_soon()  # otherwise the others would not detect this tower's end while one of its threads continues
