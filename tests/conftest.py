@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support.forks import SERVER
 from tests.support.guard import Guard
 from tests.support.jobs import ROOT
 from tests.support.patience import PATIENT_AGENTS
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make tests independent of the place where they are started, and watch them."""
     _reset_signals()
     _reset_environment()
+    SERVER.variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     os.umask(0o022)
     os.register_at_fork(after_in_child=gc.freeze)  # freeing a Gloo group waits for a thread that a fork does not have
     if getattr(config.option, "dist", "no") == "no":  # this process runs tests; it does not only distribute them

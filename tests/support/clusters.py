@@ -46,7 +46,7 @@ def start_workers(*words: str, count: int = 2) -> list[Program]:
 
 def start_agent(job: Job, *words: str, **variables: str) -> Program:
     """Start the agent of a worker, whose towers run Python with ``words``."""
-    return start_program(["-m", "tests.support.started", "agent", job.to_json(), *words], env=variables)
+    return start_program(["-m", "tests.support.started", "agent", job.to_json(), *words], env=variables, fork=True)
 
 
 def srun_variables(task: int) -> dict[str, str]:

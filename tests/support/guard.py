@@ -24,6 +24,7 @@ from types import FrameType
 import pytest
 
 from tests.support import programs
+from tests.support.forks import SERVER
 from tests.support.processes import catches, command_of, family, state_of, wanted_seconds
 
 STACKS = "TESTS_STACKS"
@@ -168,7 +169,8 @@ class Guard:
         for program in programs.started:
             program.poll()
         active_children()
-        kept = {each for process in _kept for each in family(process)}
+        servers = {SERVER.pid} if SERVER.pid is not None else set()
+        kept = {each for process in _kept | servers for each in family(process)}
         found = []
         for process in family(os.getpid())[1:]:
             if (state := state_of(process)) == "Z":

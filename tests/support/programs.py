@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+from tests.support.forks import SERVER, Fork
 from tests.support.waiting import HANG
 
 started: list[Program] = []
@@ -75,6 +76,7 @@ class Program:
         enter: runs in the new process before the program.
         stdin: :data:`subprocess.PIPE`, or nothing to read.
         session: give it a session of its own.
+        fork: a fork may run it, where that makes no difference (:mod:`tests.support.forks`).
 
     Attributes:
         pid: the id of its process.
@@ -90,20 +92,26 @@ class Program:
         enter: Enter | None = None,
         stdin: int = subprocess.DEVNULL,
         session: bool = False,
+        fork: bool = False,
     ) -> None:
         self.words = list(words)
-        self._process = subprocess.Popen(
-            self.words,
-            env=variables_with(env),
-            cwd=cwd,
-            preexec_fn=enter,
-            start_new_session=session,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        variables = variables_with(env)
+        self._process: subprocess.Popen[str] | Fork
+        if fork and enter is None and self.words[0] == sys.executable and SERVER.can_start(variables):
+            self._process = SERVER.start(self.words, env=variables, cwd=cwd, stdin=stdin, session=session)
+        else:
+            self._process = subprocess.Popen(
+                self.words,
+                env=variables,
+                cwd=cwd,
+                preexec_fn=enter,
+                start_new_session=session,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
         started.append(self)
         self.pid, self.stdin = self._process.pid, self._process.stdin
         self.stdout, self.stderr = Output(self._process.stdout), Output(self._process.stderr)
@@ -162,13 +170,13 @@ def start_program(words: Sequence[str], *, before: Sequence[str] = (), **setting
 def start_command(words: Sequence[str], **settings: Any) -> Program:
     """Start ``mirrored …`` or ``torchrun …``; settings as those of :func:`start_program`."""
     module = {"mirrored": ["tests.support.started", "mirrored"], "torchrun": ["torch.distributed.run"]}[words[0]]
-    return start_program(["-m", *module, *words[1:]], **settings)
+    return start_program(["-m", *module, *words[1:]], **{"fork": True, **settings})
 
 
 def start_function(function: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     """Start a program that calls a function of a module of the tests with arguments that JSON can hold."""
     name = f"{function.__module__}:{function.__qualname__}"
-    return start_program(["-m", "tests.support.started", "call", name, json.dumps(args)], **settings)
+    return start_program(["-m", "tests.support.started", "call", name, json.dumps(args)], **{"fork": True, **settings})
 
 
 def run_program(words: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -183,7 +183,6 @@ def _become(
     """Runs the program until it or the agent ends. No signal of a terminal reaches it."""
     os.setsid()
     machine.end_with_parent(signal.SIGKILL)
-    skip_inherited_finalizers()
     for number, name in enumerate(streams, start=1):
         if name is not None:
             target = os.open(name, os.O_WRONLY | os.O_APPEND)
@@ -191,6 +190,17 @@ def _become(
             os.close(target)
     os.environ.clear()
     os.environ.update(variables)
+    become_program(args, path)
+
+
+def become_program(args: list[str], path: Sequence[str]) -> NoReturn:
+    """Runs a program in this fork, which has the program's environment and streams, until it ends.
+
+    Args:
+        args: the command line, of this Python.
+        path: see :func:`fork_towers`.
+    """
+    skip_inherited_finalizers()
     words = args[1:]
     if unbuffered := words[:1] == ["-u"]:
         del words[0]
@@ -200,7 +210,7 @@ def _become(
         os.execve(args[0], args, os.environ)
     for stream in (sys.stdout, sys.stderr) if unbuffered else ():
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    if (threads := variables.get("OMP_NUM_THREADS", "")).isdigit():
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         torch.set_num_threads(int(threads))
     numpy.random.seed()
     torch.default_generator.seed()
