@@ -13,6 +13,7 @@ newest batch counts (:meth:`KnownShares.at_hand`). An attribute or a subclass of
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,7 @@ Batch = tuple[Any, Share]
 """A tower's batch of a step, and its share of the global batch."""
 
 
+@functools.lru_cache
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
     """Returns the start and end of tower ``index``'s share of a batch.
 
@@ -139,6 +141,7 @@ class KnownShares:
         in_hand: the share of the newest batch of each loop over distributed data.
         compared_examples: whether towers without a distributed batch have compared their examples.
         shuffled: the seeds with which each object's examples are shuffled, by :func:`distribute`.
+        hints: what :func:`distribute` has logged about towers without examples.
     """
 
     def __init__(self) -> None:
@@ -147,6 +150,7 @@ class KnownShares:
         self.in_hand = Newest[Share]()
         self.compared_examples = False
         self.shuffled: MutableMapping[object, set[int]] = WeakIdKeyDictionary()
+        self.hints: set[str] = set()
 
     def add(self, batch: Any, share: Share) -> None:
         """Records the share for every tensor, array and other object in ``batch``."""

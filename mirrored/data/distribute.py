@@ -168,7 +168,10 @@ def _say_if_small(distribution: Distribution, settings: dict[str, object], datas
     else:
         return
     tip = "" if cut.stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
-    log.info(
-        "%s (%s) has %d example%s for %d towers, which leaves %d tower%s without examples in %s%s",
-        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, "s" * (idle > 1), steps, tip),
+    text = (
+        f"{batch} ({dataset}) has {smaller} example{'s' * (smaller > 1)} for {comm.size} towers, which leaves "
+        f"{idle} tower{'s' * (idle > 1)} without examples in {steps}{tip}"
     )
+    if text not in distribution.known.hints:  # a script may distribute the same data in each epoch
+        distribution.known.hints.add(text)
+        log.info("%s", text)

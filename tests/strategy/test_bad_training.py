@@ -65,7 +65,7 @@ def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[st
     data = strategy.distribute_dataset(range(5), 2)
     seen = [x.tolist() for x in data] + [x.tolist() for x in data]
     strategy.distribute_dataset(torch.arange(7), 3)
-    for size, options in ((8, {"stand_in": True}), (8, {"drop_last": True}), (9, {})):
+    for size, options in ((8, {"stand_in": True}), (8, {"drop_last": True}), (9, {}), (8, {"stand_in": True})):
         strategy.distribute_dataset(range(size), 6, **options)
     return seen, [message for message in records.messages if "without examples" in message]
 
