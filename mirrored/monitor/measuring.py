@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from towers.health.status import AFTER_OPTIMIZER, IN_STEP, OPTIMIZER, Health
 from towers.system import accelerator
 from towers.system.autograd_hooks import at_steps
+from towers.system.torch_private import disable_dynamo
 
 PEAKS = (
     *(("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H200", 989e12), ("B200", 2250e12)),
@@ -74,6 +75,7 @@ class Optimizers:
         self._newest: weakref.ref[Optimizer] | None = None
         at_steps(self, Optimizers.before, Optimizers.after)
 
+    @disable_dynamo
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """Handles an optimizer that is about to step, or whose step was refused."""
         if not self._steps_here(optimizer):
@@ -86,6 +88,7 @@ class Optimizers:
         if self._alone:
             self._enter(OPTIMIZER)
 
+    @disable_dynamo
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """Handles an optimizer that has stepped."""
         if self._alone and self._steps_here(optimizer):

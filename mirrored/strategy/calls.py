@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from mirrored.context import current_frame
 from mirrored.events import Events
@@ -88,7 +87,7 @@ class RunKinds:
     """Reports to ``health`` whether a starting run trains. The last run of the same kind decides."""
 
     def __init__(self, events: Events, health: Health) -> None:
-        self._models: Callable[[], Iterable[nn.Module]] = tuple
+        self._only_evaluates: Callable[[], bool] = bool
         self._health = health
         self._evaluates: dict[_Kind, bool] = {}
         self._runs: list[_Run] = []  # the current ones, which are nested
@@ -105,24 +104,26 @@ class RunKinds:
         Args:
             alone: whether nothing else reports backwards and steps; see [Note: what trains on one tower].
         """
-        self._models, self._alone = engine.recorder.models, alone
+        self._only_evaluates, self._alone = engine.recorder.only_evaluates, alone
         if alone:
             engine.events.mirrored.append(self._add)
-            at_steps(self, lambda kinds, *_: kinds.note_step())
+            at_steps(self, RunKinds.note_step)
 
     def _begin_run(self, fn: Callable[..., Any]) -> None:
         self._runs.append(run := _Run((fn, False)))  # first, because a failure removes it
-        run.kind = _kind_of_run(fn, self._models())
-        if self._alone and torch.is_grad_enabled() and run.kind not in self._stepping:
+        computes_gradients = torch.is_grad_enabled()
+        may_train = computes_gradients and not self._only_evaluates()
+        run.kind = kind = getattr(fn, "__qualname__", type(fn)), may_train
+        if self._alone and computes_gradients and kind not in self._stepping:
             run.gradients = self._gradients()
-        self._health.begin_run(self._evaluates.get(run.kind, not run.kind[1]))
+        self._health.begin_run(self._evaluates.get(kind, not may_train))
 
     def _end_run(self) -> None:
         run = self._runs.pop()
         if self._alone:
             reported = run.steps or self._health.trains
             stepping = run.kind in self._stepping  # such a run is assumed to train, even if no optimizer has stepped
-            if stepping or (run.gradients is not None and self._have_changed(run.gradients)):
+            if not reported and (stepping or (run.gradients is not None and self._have_changed(run.gradients))):
                 self._health.train()
             (self._stepping.add if reported else self._stepping.discard)(run.kind)
         self._health.end_run()
@@ -144,14 +145,19 @@ class RunKinds:
                 return True
         return False
 
-    def note_step(self) -> None:
+    def note_step(self, *_: Any) -> None:
         """Records that an optimizer steps."""
         if self._runs:
             self._runs[-1].steps = True
-            self._health.train()
+            if not self._health.trains:
+                self._health.train()
 
 
 _Kind = tuple[object, bool]
+"""A function's name, and whether the run may train, since one function may do both.
+
+In its first run, a function is assumed to evaluate if gradients are off, or if all models are in eval mode.
+"""
 _Gradients = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 
 
@@ -167,20 +173,6 @@ class _Run:
     kind: _Kind
     gradients: _Gradients | None = None
     steps: bool = False
-
-
-def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> _Kind:
-    """Returns the kind of a run. Whether the last run of this kind trained predicts whether this one does.
-
-    Args:
-        models: the models that are mirrored, or will be.
-
-    Returns:
-        The function's name and whether the run may train, since one function may do both. In its first call, a function
-        is assumed to evaluate if gradients are off, or if all models are in eval mode.
-    """
-    may_train = torch.is_grad_enabled() and {model.training for model in models} != {False}
-    return getattr(fn, "__qualname__", type(fn)), may_train
 
 
 def check_arguments(fn: object, args: object, kwargs: object) -> None:

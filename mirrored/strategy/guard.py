@@ -32,7 +32,7 @@ from towers.gradients.reducer import GradientReducer
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook, at_steps
 from towers.system.log import get_logger
-from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass
+from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")
 
@@ -122,6 +122,7 @@ class OptimizerGuard:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         at_steps(self, OptimizerGuard.before_step, OptimizerGuard.after_step)
 
+    @disable_dynamo
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer that is about to step.
 
@@ -164,6 +165,7 @@ class OptimizerGuard:
         if len(foreign) < len(parameters):
             self._events.before_step(optimizer)
 
+    @disable_dynamo
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Checks an optimizer that has stepped.
 

@@ -255,8 +255,15 @@ class Recorder:
         """Yields the outermost modules that were taken, and all that were recorded and not yet taken."""
         for _, root in self.roots():
             yield root
-        if self._modules:  # iterating over weak references costs more, in every run
-            yield from self._modules.values()
+        yield from self._modules.values()
+
+    def only_evaluates(self) -> bool:
+        """Returns whether there are :meth:`models`, and all of them are in eval mode."""
+        for _, reference in self._roots:  # without generators, because it is asked in every run
+            if (root := reference()) is not None and root.training:
+                return False
+        models = list(self.models())
+        return bool(models) and not any(model.training for model in models)
 
 
 def has_uninitialized(module: nn.Module) -> bool:

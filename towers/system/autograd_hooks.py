@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from towers.system.torch_private import current_autograd_node, disable_dynamo, last_gradient_hook, queue_callback
+from towers.system.torch_private import current_autograd_node, last_gradient_hook, queue_callback
 
 _Owner = TypeVar("_Owner")
 
@@ -93,11 +93,11 @@ def at_steps(
 
     Args:
         before, after: called with the owner, the optimizer, and the step's ``args``, which contain it, and ``kwargs``.
+            If they may call the script's functions, they are decorated with ``disable_dynamo``.
     """
     reference = weakref.ref(owner)
 
     def hook(call: Callable[[_Owner, Optimizer, Any, Any], object]) -> Callable[[Optimizer, Any, Any], None]:
-        @disable_dynamo
         def at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (living := reference()) is not None:
                 call(living, optimizer, args, kwargs)

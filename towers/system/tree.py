@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, leaf: type | tuple[()] = ()) -> Any:
     """Returns the same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
@@ -20,9 +22,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, leaf: type | tuple[()] = ())
     return with_entries(tree, [map_leaves(fn, entry, leaf) for entry in entries(tree)])
 
 
-def entries(tree: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
+def entries(tree: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
     """Returns the first level of a structure: a mapping's values, or a list's entries."""
-    return tree.values() if isinstance(tree, Mapping) else tree
+    return tree if isinstance(tree, (list, tuple)) else tree.values()
 
 
 def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any]) -> Any:
@@ -41,14 +43,14 @@ def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yields every leaf, depth first, mappings in their own order."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
-    else:
+    if not isinstance(tree, (list, tuple, Mapping)):
         yield tree
+        return
+    for value in entries(tree):
+        if isinstance(value, Tensor):  # most leaves are; the question for Mapping, and a generator, take longer
+            yield value
+        else:
+            yield from leaves(value)
 
 
 def structure(tree: Any) -> str:
