@@ -174,7 +174,8 @@ class Guard:
         found = []
         for process in family(os.getpid())[1:]:
             if (state := state_of(process)) == "Z":
-                _collect(process)
+                if all(program.pid != process for program in programs.started):  # these collect themselves
+                    _collect(process)
             elif state and process not in self._before | kept:
                 found.append(process)
         return found
