@@ -19,6 +19,13 @@ started: list[Program] = []
 
 Enter = Callable[[], object]
 
+_SET_HERE = {
+    *("PYTEST_CURRENT_TEST", "KERAS_BACKEND", "TF_FORCE_GPU_ALLOW_GROWTH"),
+    *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),  # by torch's compiler
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # by scikit-learn
+}
+"""Variables that packages set in the process of the tests."""
+
 
 class Output:
     """The text that a program writes to a pipe. A thread reads it, so the pipe is never full.
@@ -151,9 +158,8 @@ class Program:
 
 
 def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
-    """The environment of a program that a test starts, with changes; without what pytest and Keras have set here."""
-    set_here = ("PYTEST_CURRENT_TEST", "KERAS_BACKEND")
-    variables = {name: value for name, value in os.environ.items() if name not in set_here}
+    """The environment of a program that a test starts, with changes; without what packages have set here."""
+    variables = {name: value for name, value in os.environ.items() if name not in _SET_HERE}
     return {**variables, "OMP_NUM_THREADS": "1", **(changes or {})}
 
 
