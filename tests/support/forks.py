@@ -1,6 +1,6 @@
 """Starts programs of the tests as forks of a process that has loaded torch and its compiler.
 
-A new Python needs four seconds of a core to load both; a fork needs hundredths of a second. It finds the same state as
+A new Python needs seconds of a core to load both, a fork hundredths of a second. The program finds the same state as in
 a new Python, with the exceptions in [Note: a fork in place of a new Python] of :mod:`towers.launching.fork_server`. The
 commands ``mirrored`` and ``torchrun``, agents, and functions of the tests are started so. Scripts that tests start by
 ``python`` are new Pythons, and so are the towers of torchrun.
@@ -49,22 +49,24 @@ class Fork(fork_server.Process):
 
 
 class Server:
-    """The server of this process, which becomes the parent of processes whose parent has ended.
+    """The server of this process.
 
     Attributes:
         pid: its process; None: no program has been started yet.
         variables: its environment, without what single tests change.
+        adopts: whether this process becomes the parent of programs, whose own parent ends when they start.
     """
 
     def __init__(self) -> None:
         self.pid: int | None = None
         self.variables: dict[str, str] = {}
+        self.adopts = False
         self._lock = threading.Lock()
 
     def can_start(self, variables: Mapping[str, str]) -> bool:
         """Whether a fork finds the variables that a new Python would read while it is loaded."""
-        linux = sys.platform == "linux"
-        return linux and "MIRRORED_SIMULATED" not in variables and _early(variables) == _early(self.variables)
+        simulated = "MIRRORED_SIMULATED" in variables
+        return self.adopts and not simulated and _early(variables) == _early(self.variables)
 
     def _load(self) -> None:
         self._requests, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -61,6 +61,7 @@ def orphans_left_to_init() -> Iterator[None]:
 def _set_subreaper(on: bool) -> None:
     """Makes processes whose parent has ended children of this process."""
     ctypes.CDLL(None).prctl(_SUBREAPER, int(on), 0, 0, 0)
+    SERVER.adopts = on
 
 
 class HangError(BaseException):
