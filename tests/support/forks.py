@@ -26,7 +26,7 @@ from towers.launching import fork_server
 _LONGEST = 1 << 17  # bytes of a request
 _INHERITED = 500  # the first descriptor that programs keep: tests/support/startup
 
-_EARLY = re.compile("PYTHON|TORCH|PYTORCH|OMP_|KMP_|MKL_|OPENBLAS|LD_|LC_|LANG|TZ|RES_|GLIBC|CUDA|TPU")
+_EARLY = re.compile("PYTHON|TORCH|PYTORCH|OMP_|KMP_|MKL_|OPENBLAS|LD_|LC_|LANG|TZ|TMP|TEMP|RES_|GLIBC|CUDA|TPU")
 """Variables that are read while Python, the C library and torch are loaded."""
 
 
