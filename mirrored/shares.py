@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,7 +55,7 @@ Batch = tuple[Any, Share]
 """A tower's batch of a step, and its share of the global batch."""
 
 
-@functools.lru_cache
+@functools.lru_cache  # a training has few sizes, and needs their bounds several times per step
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
     """Returns the start and end of tower ``index``'s share of a batch.
 
@@ -140,7 +141,7 @@ class KnownShares:
     Attributes:
         in_hand: the share of the newest batch of each loop over distributed data.
         compared_examples: whether towers without a distributed batch have compared their examples.
-        shuffled: the seeds with which each object's examples are shuffled, by :func:`distribute`.
+        shuffled: how often :func:`distribute` has shuffled each object's examples, by seed.
         hints: what :func:`distribute` has logged about towers without examples.
     """
 
@@ -149,7 +150,7 @@ class KnownShares:
         self._stand_ins = WeakIdKeyDictionary()
         self.in_hand = Newest[Share]()
         self.compared_examples = False
-        self.shuffled: MutableMapping[object, set[int]] = WeakIdKeyDictionary()
+        self.shuffled: MutableMapping[object, Counter[int]] = WeakIdKeyDictionary()
         self.hints: set[str] = set()
 
     def add(self, batch: Any, share: Share) -> None:

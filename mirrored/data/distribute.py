@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -145,13 +146,14 @@ def _say_if_again(distribution: Distribution, dataset: Any, seed: int) -> None:
     shuffled = distribution.known.shuffled
     owner = next(iter(dataset.leaves())) if isinstance(dataset, Slices) else dataset
     with contextlib.suppress(TypeError):  # lists do not support weak references
-        if seed in shuffled.get(owner, ()) and distribution.comm.index == 0:
+        seeds = shuffled.setdefault(owner, Counter())
+        seeds[seed] += 1
+        if seeds[seed] == 2 and distribution.comm.index == 0:
             log.warning(
                 "distribute_dataset(…, shuffle=True) was called again for the same data, so the order of the "
                 "first epoch repeats: for a new order in each epoch, call it once, before the loop over the "
                 "epochs"
             )
-        shuffled.setdefault(owner, set()).add(seed)
 
 
 def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str) -> None:

@@ -87,7 +87,7 @@ class RunKinds:
     """Reports to ``health`` whether a starting run trains. The last run of the same kind decides."""
 
     def __init__(self, events: Events, health: Health) -> None:
-        self._only_evaluates: Callable[[], bool] = bool
+        self._only_evaluates: Callable[[], bool] = lambda: False
         self._health = health
         self._evaluates: dict[_Kind, bool] = {}
         self._runs: list[_Run] = []  # the current ones, which are nested

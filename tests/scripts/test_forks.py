@@ -14,7 +14,7 @@ import json, os, resource, signal, sys, threading
 import torch
 seen = {
     "words": [sys.argv, sys.orig_argv[1:], sys.path, __name__],
-    "variables": {name: os.environ[name] for name in os.environ if name != "TESTS_STACKS"},
+    "variables": dict(os.environ),
     "folder": os.getcwd(),
     "input": sys.stdin.read(),
     "is a terminal": [stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)],
@@ -47,8 +47,8 @@ def test_a_fork_is_like_a_new_python(end: str, session: bool, tmp_path: pathlib.
         variables = {"A_VARIABLE": "of this program"}
         words = ["-m", "look", end]
         program = start_program(words, fork=fork, env=variables, cwd=tmp_path, stdin=subprocess.PIPE, session=session)
-        assert isinstance(program._process, subprocess.Popen) != fork
         output, errors = program.communicate("a line\n")
+        assert isinstance(program._process, subprocess.Popen) != fork
         found.append((output, errors, program.returncode))
     new, forked = found
     assert forked == new
@@ -58,5 +58,5 @@ def test_a_fork_is_like_a_new_python(end: str, session: bool, tmp_path: pathlib.
 
 def test_variables_that_are_read_while_torch_is_loaded_make_a_new_python() -> None:
     program = start_program(["-m", "this"], fork=True, env={"TORCH_LOGS": "dynamo"})
-    assert isinstance(program._process, subprocess.Popen)
     program.communicate()
+    assert isinstance(program._process, subprocess.Popen)

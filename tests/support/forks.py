@@ -2,8 +2,8 @@
 
 A new Python needs seconds of a core to load both, a fork hundredths of a second. The program finds the same state as in
 a new Python, with the exceptions in [Note: a fork in place of a new Python] of :mod:`towers.launching.fork_server`. The
-commands ``mirrored`` and ``torchrun``, agents, and functions of the tests are started so. Scripts that tests start by
-``python`` are new Pythons, and so are the towers of torchrun.
+commands ``mirrored`` and ``torchrun``, agents, and functions of the tests are forks. Scripts that tests start with
+``python``, and the towers of torchrun, are new Pythons.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Server:
     Attributes:
         pid: its process; None: no program has been started yet.
         variables: its environment, without what single tests change.
-        adopts: whether this process becomes the parent of programs, whose own parent ends when they start.
+        adopts: whether this process becomes the parent of processes whose parent has ended, as the programs' has.
     """
+
+    _requests: socket.socket
 
     def __init__(self) -> None:
         self.pid: int | None = None
@@ -129,15 +131,9 @@ def serve(requests: socket.socket) -> NoReturn:
         request, descriptors, _, _ = socket.recv_fds(requests, _LONGEST, 3)
         if not request:
             os._exit(0)
-        if (child := os.fork()) == 0:
-            child = os.getpid()
-            if os.fork():
-                os._exit(0)
-            while os.getppid() == child:
-                fork_server.clock.sleep(0.001)
+        if fork_server.fork_orphan():
             requests.send(str(os.getpid()).encode())
             _become(*json.loads(request), descriptors, path)
-        os.waitpid(child, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -175,7 +175,7 @@ class Guard:
         found = []
         for process in family(os.getpid())[1:]:
             if (state := state_of(process)) == "Z":
-                if all(program.pid != process for program in programs.started):  # these collect themselves
+                if all(program.pid != process for program in programs.started):  # a Program reads its own exit code
                     _collect(process)
             elif state and process not in self._before | kept:
                 found.append(process)

@@ -83,7 +83,7 @@ class Program:
         enter: runs in the new process before the program.
         stdin: :data:`subprocess.PIPE`, or nothing to read.
         session: give it a session of its own.
-        fork: a fork may run it, where that makes no difference (:mod:`tests.support.forks`).
+        fork: run it as a fork (:mod:`tests.support.forks`), if its variables allow that.
 
     Attributes:
         pid: the id of its process.
@@ -176,13 +176,13 @@ def start_program(words: Sequence[str], *, before: Sequence[str] = (), **setting
 def start_command(words: Sequence[str], **settings: Any) -> Program:
     """Start ``mirrored …`` or ``torchrun …``; settings as those of :func:`start_program`."""
     module = {"mirrored": ["tests.support.started", "mirrored"], "torchrun": ["torch.distributed.run"]}[words[0]]
-    return start_program(["-m", *module, *words[1:]], **{"fork": True, **settings})
+    return start_program(["-m", *module, *words[1:]], fork=True, **settings)
 
 
 def start_function(function: Callable[..., Any], *args: Any, **settings: Any) -> Program:
     """Start a program that calls a function of a module of the tests with arguments that JSON can hold."""
     name = f"{function.__module__}:{function.__qualname__}"
-    return start_program(["-m", "tests.support.started", "call", name, json.dumps(args)], **{"fork": True, **settings})
+    return start_program(["-m", "tests.support.started", "call", name, json.dumps(args)], fork=True, **settings)
 
 
 def run_program(words: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -154,19 +154,30 @@ def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
     stream = connection.makefile("rw")
     while line := _readline(stream):
         args, variables, streams = json.loads(line)
-        if (child := os.fork()) == 0:
-            child = os.getpid()
-            if os.fork():
-                os._exit(0)
-            while os.getppid() == child:
-                clock.sleep(0.001)
+        if fork_orphan():
             with contextlib.suppress(OSError):
                 print(os.getpid(), file=stream, flush=True)
             stream.close()
             connection.close()
             _become(args, variables, streams, path)
-        os.waitpid(child, 0)
     os._exit(0)
+
+
+def fork_orphan() -> bool:
+    """Forks a process that becomes a child of the nearest ancestor with ``PR_SET_CHILD_SUBREAPER``, or of init.
+
+    Returns:
+        Whether this is the new process, whose parent has changed.
+    """
+    if (child := os.fork()) > 0:
+        os.waitpid(child, 0)
+        return False
+    child = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == child:
+        clock.sleep(0.001)
+    return True
 
 
 def _readline(stream: IO[str]) -> str:

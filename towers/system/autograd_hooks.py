@@ -93,7 +93,7 @@ def at_steps(
 
     Args:
         before, after: called with the owner, the optimizer, and the step's ``args``, which contain it, and ``kwargs``.
-            If they may call the script's functions, they are decorated with ``disable_dynamo``.
+            A function that may call the script's own functions is decorated with ``disable_dynamo``.
     """
     reference = weakref.ref(owner)
 
