@@ -45,6 +45,8 @@ WARM_UP = 12  # DDP waits for timers of its own in its first ten steps
 IN_TURNS = ("bare", "ours", "DDP")
 BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 """Of an element, by the profiler's name of the dtype."""
+_WIRE = {"all-reduce": 2}
+"""How often a collective sends its bytes, if not once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,7 @@ def _record(step: Step) -> list[dict[str, Any]]:
     """What the profiler records of one step, in Chrome's format."""
     with torch.profiler.profile() as profile:
         step()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        steps.finish()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
@@ -151,23 +152,57 @@ def count(events: Sequence[dict[str, Any]]) -> Counts:
     )
 
 
-def _measure(case: str, variant: str) -> tuple[Counts, list[dict[str, Any]]]:
-    """What is counted of a variant, and what the profiler recorded."""
+def count_simulated(records: Sequence[tuple[str, str, int, int]], events: Sequence[dict[str, Any]]) -> Counts:
+    """The counts of a simulated device's record; the profiler's has the collectives of hosts only."""
+
+    def of(kind: str) -> int:
+        return sum(record[0] == kind for record in records)
+
+    last = max((at for at, (kind, name, *_) in enumerate(records) if kind == "node" and "AccumulateGrad" not in name))
+    sent = [(at < last, _WIRE.get(name, 1) * size / 1e6) for at, (kind, name, size, _) in enumerate(records) if kind == "collective"]
+    total = sum(size for _, size in sent)
+    gloo = count(events).host_collectives
+    return Counts(
+        kernels=of("kernel"),
+        copies=of("copy"),
+        fills=0,
+        events=of("event"),
+        stream_waits=of("stream wait"),
+        collectives=len(sent),
+        host_collectives=gloo - len(sent),
+        sent_mb=round(total, 3),
+        waits=of("wait"),
+        early=round(sum(size for early, size in sent if early) / total, 3) if total else None,
+    )
+
+
+def _measure(case: str, variant: str, sim: Any) -> tuple[Counts, list[Any]]:
+    """What is counted of a variant, and what was recorded of it."""
     torch.compiler.reset()  # compiled functions keep the model of the variant before
     gc.collect()
-    cuda = torch.cuda.is_available()
-    before = torch.cuda.memory_allocated() if cuda else 0
+    before = _memory(sim)[0]
     step = VARIANTS[variant](Work(case, steps.strategy("auto")))
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP if sim is None else 4):
         step()
     steps.finish()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
+    (torch.cuda.reset_peak_memory_stats if sim is None else sim.reset_peak_memory)()
     step()
     steps.finish()
-    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-    events = _record(step)
-    return dataclasses.replace(count(events), memory_mb=round(peak / 1e6, 1)), events
+    peak = _memory(sim)[1] - before
+    if sim is None:
+        events = _record(step)
+        counts = count(events)
+    else:
+        records: list[Any] = []
+        events = _record(lambda: (sim.record(), step(), records.extend(sim.recorded())))
+        counts = count_simulated(records, events)
+        events = records
+    return dataclasses.replace(counts, memory_mb=round(peak / 1e6, 1)), events
+
+
+def _memory(sim: Any) -> tuple[int, int]:
+    """Bytes of the device's memory that tensors have now, and have had at most."""
+    return sim.memory() if sim is not None else (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
 
 
 def _host_times(case: str, turns: int) -> dict[str, float]:
@@ -197,6 +232,13 @@ def _table(case: str, counts: dict[str, Any], gradients_mb: float) -> None:
 
 def _inside(options: Any) -> None:
     """On every rank."""
+    sim = None
+    if options.simulated:
+        from tests import simulated_device
+        from tests.simulated_device import collectives
+
+        sim = simulated_device.load()
+        collectives.register()
     strategy = mirrored.MirroredStrategy()
     _record(lambda: None)  # the first use of the profiler takes seconds
     waits = count(_record(lambda: None)).waits
@@ -210,8 +252,8 @@ def _inside(options: Any) -> None:
             if variant.endswith("bn") and not case.startswith("resnet"):
                 continue
             try:
-                found, events = _measure(case, variant)
-                counts[variant] = dataclasses.replace(found, waits=found.waits - waits)
+                found, events = _measure(case, variant, sim)
+                counts[variant] = found if sim else dataclasses.replace(found, waits=found.waits - waits)
             except Exception as error:  # the others are still worth knowing
                 counts[variant] = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
                 events = []
@@ -229,6 +271,7 @@ def main(arguments: Sequence[str]) -> None:
     chosen = "mlp-64,resnet-64,transformer-16"
     parser = command.parser("counts", __doc__, turns=30, towers=None, cases=models.CASES, chosen=chosen)
     parser.add_argument("--variants", type=command.names, default=list(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--simulated", action="store_true", help="on the simulated device of the tests")
     parser.add_argument("--traces", help="a folder for the profiler's records")
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:

@@ -7,6 +7,7 @@ Where MIRRORED_TEST_DEVICE is "tpu" it is a TPU as torch_tpu shows it, which ``t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import importlib
@@ -131,6 +132,10 @@ def _module(sim: Any) -> types.ModuleType:
         "current_device": sim.current_device,
         "set_device": lambda device: sim.set_device(index(device)),
         "device": lambda device: torch.accelerator.device_index(index(device)),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(index(device)),
+        "stream": lambda stream: stream or contextlib.nullcontext(),
+        "Stream": functools.partial(torch.Stream, "sim"),
+        "Event": functools.partial(torch.Event, "sim"),
         "get_device_name": lambda device=None: "a simulated device",
         "synchronize": lambda device=None: torch.accelerator.synchronize(index(device)),
         "get_rng_state": lambda device="sim": sim.get_rng_state(index(device)),

@@ -7,29 +7,51 @@ was there before. Numbers travel through Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.simulated_device import load
+from towers.collectives import process_group
+
 NAME = "simccl"
 
 
 def register(*names: str) -> None:
     """From now on strategies on simulated devices use it. As a TPU it has names of its own."""
+    process_group.AVERAGING.add(NAME)
     for name in names or (NAME,):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, SimulatedCollectives, devices=["tpu" if names else "sim"])
 
 
+@contextlib.contextmanager
+def _by_the_device() -> Iterator[None]:
+    """The calls in here are not recorded as the script's."""
+    sim = load()
+    before = sim.set_in_operator(True)
+    try:
+        yield
+    finally:
+        sim.set_in_operator(before)
+
+
 class _Queued(dist._Work):
     """A collective on the group's stream."""
 
-    def __init__(self, done: torch.Event) -> None:
+    def __init__(self, stream: torch.Stream, written: list[Tensor]) -> None:
         super().__init__()
-        self._done = done
+        self._done = stream.record_event()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[stream.device])
+        with stream:
+            self._future.set_result(written)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
 
     def wait(self, timeout: Any = None) -> bool:
         torch.accelerator.current_stream().wait_event(self._done)
@@ -48,13 +70,15 @@ class SimulatedCollectives(dist.ProcessGroup):
         self._stream: torch.Stream | None = None
         self._name = ""
 
-    def _queue(self, read: list[Tensor], written: list[Tensor], collective: Callable[..., Any]) -> Any:
+    def _queue(self, name: str, read: list[Tensor], written: list[Tensor], collective: Callable[..., Any]) -> Any:
         """Do ``collective(copies of read, memory for written)`` on the group's stream."""
         if written[0].device.type == "cpu":
             return collective(read, written)
+        outside = torch.accelerator.current_stream()
         stream = self._stream = self._stream or torch.Stream(written[0].device)
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
+        load().note("collective", name, max(sum(t.nbytes for t in tensors) for tensors in (read, written)))
+        with _by_the_device(), stream:
+            stream.wait_stream(outside)
             sources, targets = (
                 [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
                 for tensors in (read, written)
@@ -68,37 +92,65 @@ class SimulatedCollectives(dist.ProcessGroup):
                     tensor.copy_(target, non_blocking=True)
                 if tensor.device.type == "sim":  # as a TPU it has one order of work
                     tensor.record_stream(stream)
-            return _Queued(stream.record_event())
+            return _Queued(stream, written)
 
-    def _queue_in_place(self, tensors: list[Tensor], collective: Callable[..., Any], opts: Any) -> Any:
+    def _queue_in_place(self, name: str, tensors: list[Tensor], collective: Callable[..., Any], opts: Any) -> Any:
         def on_copies(read: list[Tensor], written: list[Tensor]) -> Any:
             for source, target in zip(read, written, strict=True):
-                if source is not target:
-                    target.copy_(source)
+                target.copy_(source)
             return collective(written, opts)
 
-        return self._queue(tensors, tensors, on_copies)
+        return self._queue(name, tensors, tensors, on_copies)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._queue_in_place(tensors, self._gloo.allreduce, opts)
+    def _averaging(self, collective: Callable[..., Any], opts: Any) -> Callable[..., Any]:
+        """``collective(targets, opts)``, and where ``opts`` asks for the mean, which Gloo does not have, a division."""
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return collective
+        opts.reduceOp = dist.ReduceOp.SUM
+
+        def average(targets: list[Tensor], opts: Any) -> Any:
+            work = collective(targets, opts)
+            work.wait()
+            for target in targets:
+                target /= self.size()
+            return work
+
+        return average
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        return self._queue_in_place("all-reduce", tensors, self._averaging(self._gloo.allreduce, opts), opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        return self._queue_in_place(tensors, self._gloo.broadcast, opts)
+        return self._queue_in_place("broadcast", tensors, self._gloo.broadcast, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        assert inputs[0].device.type == "cpu", "one tensor for all rows is quicker"
-        return self._gloo.allgather(outputs, inputs)
+        def collective(read: list[Tensor], written: list[Tensor]) -> Any:
+            return self._gloo.allgather([written], read)
+
+        return self._queue("all-gather of a list", inputs, outputs[0], collective)
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        return self._queue([tensor], [output], lambda read, written: self._gloo._allgather_base(*written, *read))
+        def collective(read: list[Tensor], written: list[Tensor]) -> Any:
+            return self._gloo._allgather_base(*written, *read)
+
+        return self._queue("all-gather", [tensor], [output], collective)
 
     all_gather_single = _allgather_base  # its name since torch 2.13
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        def collective(read: list[Tensor], written: list[Tensor]) -> Any:
+            scatter = self._averaging(lambda targets, opts: self._gloo._reduce_scatter_base(*targets, *read, opts), opts)
+            return scatter(written, opts)
+
+        return self._queue("reduce-scatter", [tensor], [output], collective)
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(self, output: Tensor, tensor: Tensor, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def collective(read: list[Tensor], written: list[Tensor]) -> Any:
             return self._gloo.alltoall_base(*written, *read, outputs, inputs)
 
-        return self._queue([tensor], [output], collective)
+        return self._queue("all-to-all", [tensor], [output], collective)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier()

@@ -22,6 +22,8 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include "world.h"
@@ -80,11 +82,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    note("event", "");
     Lock lock(world().mutex);
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = {key_of(stream), world().queues[key_of(stream)].queued};
   }
   void block(void* event, const c10::Stream& stream) const override {
+    note("stream wait", "");
     Lock lock(world().mutex);
     if (!event) return;
     auto [key, number] = *static_cast<Event*>(event);
@@ -101,7 +105,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     Lock lock(world().mutex);
-    // A host that synchronizes with one event knows what for: this is not noted as waiting.
+    // A host that synchronizes with one event knows what for: this is never an error.
+    note("wait", "an event is synchronized");
     if (event) run_until(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->number);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -195,7 +200,44 @@ class Drawing {
   at::Tensor outside_;
 };
 
+// Kernels that CUDA starts for lists of tensors: so many tensors, and so many chunks of them, fit into one
+// (ATen/native/cuda/MultiTensorApply.cuh).
+size_t kernels_for(const std::vector<at::TensorList>& lists) {
+  constexpr int64_t kChunk = 65536, kChunks = 320, kTensors[] = {110, 64, 48, 36, 30};
+  int64_t most = kTensors[std::min<size_t>(lists.size(), 5) - 1], tensors = 0, chunks = 0;
+  size_t kernels = 0;
+  for (const auto& tensor : lists[0]) {
+    if (tensor.numel() == 0) continue;
+    ++tensors;
+    for (int64_t left = (tensor.numel() + kChunk - 1) / kChunk; left > 0;) {
+      auto taken = std::min(left, kChunks - chunks);
+      left -= taken;
+      chunks += taken;
+      if (chunks == kChunks || (left == 0 && tensors == most)) {
+        ++kernels;
+        chunks = 0;
+        tensors = left > 0;
+      }
+    }
+  }
+  return kernels + (chunks > 0);
+}
+
+void note_kernels(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (!world().recording) return;
+  std::vector<std::vector<at::Tensor>> lists;
+  for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size()))
+    if (argument.isTensorList()) lists.push_back(argument.toTensorVector());
+  size_t kernels = 1;
+  if (op.schema().name().find("_foreach_") != std::string::npos) {
+    if (!op.schema().returns().empty()) lists.push_back(lists[0]);  // the results
+    kernels = kernels_for({lists.begin(), lists.end()});
+  }
+  for (size_t i = 0; i < kernels; ++i) note("kernel", op.schema().name());
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  note_kernels(op, *stack);
   Operator here;
   std::optional<Drawing> drawing;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
@@ -227,6 +269,7 @@ at::Tensor empty_strided(
 }
 
 at::Scalar local_scalar(const at::Tensor& t) {
+  note("copy", "from device", t.nbytes());
   note_waiting("a number is read");
   Operator here;
   return t.cpu().item();
@@ -292,6 +335,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
     double epsilon) {
+  note("kernel", "aten::native_batch_norm");
   Operator here;
   auto new_mean = to_cpu(mean), new_variance = to_cpu(variance);
   auto [y, a, b] = at::native_batch_norm(
@@ -305,6 +349,7 @@ at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
     int64_t groups) {
+  note("kernel", "aten::convolution");
   Operator here;
   auto y = at::convolution(
       input.cpu(), weight.cpu(), to_cpu(bias), stride, padding, dilation, transposed, output_padding, groups);
@@ -315,6 +360,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
     std::array<bool, 3> wanted) {
+  note("kernel", "aten::convolution_backward");
   Operator here;
   std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
   auto [a, b, c] = at::convolution_backward(
@@ -322,6 +368,33 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       groups, wanted);
   auto back = [&](const at::Tensor& t) { return t.defined() ? t.to(input.device()) : t; };
   return {back(a), back(b), back(c)};
+}
+
+// Lists of tensors go to one operator, as on CUDA, and not to one for each tensor.
+void take_lists() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+    if (name.name.rfind("aten::_foreach_", 0) == 0)
+      library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+std::unique_ptr<at::ObserverContext> no_context(const at::RecordFunction&) { return nullptr; }
+void note_node(const at::RecordFunction& fn, at::ObserverContext*) { note("node", fn.name()); }
+
+// Records from now on, the ends of autograd's functions included.
+void record() {
+  static at::CallbackHandle nodes = at::addGlobalCallback(
+      at::RecordFunctionCallback(&no_context, &note_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+  (void)nodes;
+  world().records.clear();
+  world().recording = true;
+}
+
+py::list recorded() {
+  world().recording = false;
+  py::list records;
+  for (const auto& [kind, name, bytes, stream] : world().records) records.append(py::make_tuple(kind, name, bytes, stream));
+  return records;
 }
 
 }  // namespace
@@ -357,6 +430,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  take_lists();
   m.def("current_device", [] { return static_cast<int>(current_device); });
   m.def("set_device", [](int device) { Guard().setDevice({kSim, static_cast<c10::DeviceIndex>(device)}); });
   m.def("manual_seed", [](int device, uint64_t seed) { world().generators[device].set_current_seed(seed); });
@@ -366,6 +440,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("make_waiting_an_error", [](bool error) { world().waiting_is_an_error = error; });
   m.def("memory", [] { return std::make_pair(world().live, world().peak); });
   m.def("reset_peak_memory", [] { world().peak = world().live; });
+  m.def("record", &record);
+  m.def("recorded", &recorded);
+  m.def("note", [](const char* kind, const std::string& name, size_t bytes) { note(kind, name, bytes); });
+  m.def("set_in_operator", [](bool now) { return std::exchange(in_operator, now); });
   m.def("is_initialized", [] { return !world().blocks.empty(); });
   m.def("generator", [](int device) { return world().generators[device]; });
 }

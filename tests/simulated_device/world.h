@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 
 namespace {
 
@@ -43,6 +44,13 @@ struct Event {
   uint64_t number;
 };
 
+// What happened on a device, or to it, while the script asked to record that.
+struct Record {
+  std::string kind, name;
+  size_t bytes;
+  c10::StreamId stream;
+};
+
 struct World {
   std::recursive_mutex mutex;
   std::map<StreamKey, Queue> queues;
@@ -52,7 +60,8 @@ struct World {
   at::Generator generators[kDevices] = {at::detail::createCPUGenerator(), at::detail::createCPUGenerator()};
   c10::StreamId streams = 0;
   size_t live = 0, peak = 0;  // bytes of tensors on devices, in whole pages: now, and at most
-  bool waiting_is_an_error = false, eager = false;
+  bool waiting_is_an_error = false, eager = false, recording = false;
+  std::vector<Record> records;
 };
 
 // Then there is one order of work, whatever the stream, and one device in a process (tpu.py has the rest).
@@ -73,6 +82,17 @@ StreamKey key_of(c10::DeviceIndex device, c10::StreamId stream) { return {device
 StreamKey key_of(const c10::Stream& stream) { return key_of(index_of(stream.device()), stream.id()); }
 StreamKey current(c10::DeviceIndex device) { return key_of(device, current_stream[device]); }
 c10::DeviceIndex devices() { return is_tpu() ? 1 : kDevices; }
+
+void note_always(const char* kind, const std::string& name, size_t bytes) {
+  if (!world().recording) return;
+  Lock lock(world().mutex);
+  world().records.push_back({kind, name, bytes, current_stream[current_device]});
+}
+
+// The calls by which an operator is carried out here are none of the script's.
+void note(const char* kind, const std::string& name, size_t bytes = 0) {
+  if (!in_operator) note_always(kind, name, bytes);
+}
 
 // Run a stream's work up to the item of that number.
 void run_until(StreamKey key, uint64_t number) {
@@ -97,6 +117,7 @@ uint64_t enqueue(StreamKey key, std::function<void()> work) {
 
 // The script makes the host wait for a device.
 void note_waiting(const char* what) {
+  note("wait", what);
   TORCH_CHECK(in_operator || !world().waiting_is_an_error, "sim: the host waits for the device (", what, ")");
 }
 
@@ -127,6 +148,7 @@ struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::Device device(kSim, current_device);
     if (bytes == 0) return {nullptr, device};
+    note_always("allocation", "", bytes);
     Lock lock(world().mutex);
     auto stream = current(current_device);
     auto& unused = world().unused[{stream, in_pages(bytes)}];
@@ -233,6 +255,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_
   if (target.numel() == 0) return target;
   Lock lock(world().mutex);
   bool from_device = self.device().type() == kSim, to_device = target.device().type() == kSim;
+  bool plain =
+      self.dtype() == target.dtype() && self.is_non_overlapping_and_dense() && self.strides() == target.strides();
+  if (from_device && to_device && !plain)
+    note("kernel", "aten::copy_");  // bytes that stay as they are are copied without one
+  else
+    note("copy", !from_device ? "to device" : to_device ? "on device" : "from device", self.nbytes());
   auto device = index_of(from_device ? self.device() : target.device());
   auto stream = current(device);
   if (from_device && to_device) {

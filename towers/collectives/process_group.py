@@ -49,6 +49,9 @@ _OPERATIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
+AVERAGING = {"nccl"}
+"""Backends that divide while they sum."""
+
 _MOMENT = timedelta(seconds=0.5)  # between two checks whether a collective can still end
 
 _LEAVING_SECONDS = 60.0
@@ -73,9 +76,9 @@ class ProcessGroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.device = device
         self.backend = backend
-        # NCCL divides while it sums.
-        self._average = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
-        self.prescale = 1.0 if backend == "nccl" else 1.0 / self.size
+        averages = backend in AVERAGING
+        self._average = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self.prescale = 1.0 if averages else 1.0 / self.size
         if backend == "gloo":
             self.bucket_bytes = GLOO_BUCKET_BYTES
         self._group: Any = group
