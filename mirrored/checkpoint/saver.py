@@ -31,11 +31,10 @@ from mirrored.checkpoint.errors import CheckpointError, raise_first
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.lock import FolderLock, take_lock
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest, own_name
-from mirrored.checkpoint.tensors import FileLayout, restore_layout
+from mirrored.checkpoint.tensors import FileLayout, bytes_on_host, restore_layout
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce, announce_with_body
-from towers.collectives.communicator import as_bytes
 from towers.system.timeouts import clock
 
 _LOCK = ".lock"
@@ -143,6 +142,7 @@ class Saver:
         checksums: dict[str, Any] = {"step": step, "writes": self.writes, "objects": {}, "tensors": {}}
         asks_optimizers = self.writes or not self._strategy.engine.one_tower_reads_state
         failed: Exception | None = None
+        compared: dict[str, Tensor] = {}
         try:
             for item in self._tracked:
                 if isinstance(item, TrackedOptimizer) and not asks_optimizers:
@@ -153,7 +153,9 @@ class Saver:
                     checksums["objects"][item.name] = _checksum(json.dumps(objects[item.name]).encode())
                     for name in encoder.tensors.keys() - before:
                         if not item.is_equal_everywhere(encoder.tensors[name]):
-                            checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
+                            compared[name] = encoder.tensors[name]
+            for (name, tensor), data in zip(compared.items(), bytes_on_host([*compared.values()]), strict=True):
+                checksums["tensors"][name] = f"{tensor.dtype} {tuple(tensor.shape)}{_checksum(data.numpy())}"
         except Exception as error:  # a custom state_dict may raise any exception, and all towers must learn of it
             failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
         towers = announce(comm, "saves a checkpoint", checksums, error=failed)
@@ -327,11 +329,6 @@ def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> l
     return [set[str]().union(*differing, *lacking), *differing[1:]]
 
 
-def _checksum_of(tensor: Tensor) -> str:
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    return kind + _checksum(as_bytes(tensor).cpu().numpy())
-
-
 def _checksum(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -339,7 +336,7 @@ def _checksum(data: Any) -> str:
 def _pack(objects: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     layout = FileLayout(tensors)
     header = json.dumps({"objects": objects, "unusual": layout.unusual}).encode()
-    return b"".join([len(header).to_bytes(8, "little"), header, *layout.pieces()])
+    return len(header).to_bytes(8, "little") + header + layout.packed()
 
 
 def _unpack(package: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:

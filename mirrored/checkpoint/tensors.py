@@ -8,7 +8,7 @@ contains their dtypes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +83,15 @@ class FileLayout:
             for piece in data.cpu().split(_PIECE):
                 yield memoryview(piece.numpy())
 
+    def packed(self) -> bytes:
+        """Returns the file's contents. The host waits for a device once, and not for each tensor."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        self.copy_to(memory)
+        return b"".join(self.pieces(memory))
+
     def copy_to(self, memory: Tensor) -> None:
         """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long."""
-        end, from_devices = 0, CopyFromDevices()
+        end, from_devices = 0, CopyFromDevices.of(self.nbytes)
         for tensor in self._tensors.values():
             target = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
@@ -96,6 +102,20 @@ class FileLayout:
             else:
                 target.copy_(as_bytes(tensor))
         from_devices.finish()
+
+
+def bytes_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the bytes of each tensor, on the CPU. The host waits for a device once, and not for each tensor."""
+    from_devices = CopyFromDevices.of(sum(tensor.nbytes for tensor in tensors))
+    rows = []
+    for tensor in tensors:
+        data = as_bytes(tensor)
+        row = data if data.device.type == "cpu" else torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        if row is not data:
+            from_devices.add(data, row)
+        rows.append(row)
+    from_devices.finish()
+    return rows
 
 
 class TensorFile:

@@ -44,7 +44,7 @@ class CopyFromDevices:
         nbytes: the size of a buffer.
     """
 
-    def __init__(self, nbytes: int = 2**25) -> None:
+    def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._filling: list[tuple[Tensor, Tensor]] = []  # parts of a buffer, and their places in memory
         self._full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None = None
@@ -71,6 +71,11 @@ class CopyFromDevices:
         self._filling, self._used = [], 0
         self._buffers.reverse()
         self._empty(before)
+
+    @classmethod
+    def of(cls, nbytes: int) -> CopyFromDevices:
+        """Returns one for ``nbytes`` in all."""
+        return cls(min(max(nbytes, 1), 2**25))
 
     @staticmethod
     def _empty(full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None) -> None:
