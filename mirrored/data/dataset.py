@@ -95,7 +95,7 @@ class DistributedDataset(ABC):
         log.debug("epoch %d of a distributed dataset starts at step %d", epoch.number, step)
         health, known = self._comm.health, self._known
         in_script = threading.current_thread() is threading.main_thread()
-        health.loops = loop = health.loops + 1
+        loop = health.batches.begin()
         try:
             for batch, share in health.each(LOADING, batches):
                 if in_script:

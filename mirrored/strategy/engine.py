@@ -26,7 +26,7 @@ from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import RepeatedCalls
 from towers.gradients.averager import GradientAverager
 from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
@@ -112,11 +112,13 @@ class Engine:
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         self.local: LocalTraining | None = None
         channel = comm.channel() if self._several and way is None else comm
+        calls = RepeatedCalls(comm)
         transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
             from towers.sharding.choosing import transport_for
 
-            transport = transport_for(channel, central=training.central, timeout=communication.timeout_seconds)
+            timeout = communication.timeout_seconds
+            transport = transport_for(channel, calls, central=training.central, timeout=timeout)
         watch = None
         if training.nonfinite_gradients != "ignore":
             from towers.gradients.nonfinite import GradientWatch
@@ -144,7 +146,7 @@ class Engine:
                 communication.bucket_bytes,
                 reduction=transport.reduction if transport is not None else compressed,
                 lazy=transport.lazy if transport is not None else None,
-                announce=functools.partial(announce, comm),
+                calls=calls,
                 watch=watch,
             )
         self.averager: GradientReducer = averager

@@ -88,9 +88,9 @@ def train(options: dict[str, Any], compiled: bool = False, **settings: Any) -> l
     return [strategy.communicator.backend, flat(model.parameters()), flat(losses)]
 
 
-def accumulate() -> list[float]:
+def accumulate(**settings: Any) -> list[float]:
     """Gradients that are added up under no_sync, and clipped."""
-    strategy = mirrored.MirroredStrategy(seed=0)
+    strategy = mirrored.MirroredStrategy(seed=0, **settings)
     with strategy.scope():
         model = make_mlp().to(strategy.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -189,7 +189,7 @@ def step_without_waiting(part: str) -> list[float]:
 PHASES = {"all": 21, "none": 10, "all again": 20, "first": 9, "turns": 9, "everyone": 5, "all at last": 3}
 
 
-def use_other_parameters(changes: dict[str, int]) -> list[Any]:
+def use_other_parameters(changes: dict[str, int], **settings: Any) -> list[Any]:
     """The parameters after phases in which towers use all parameters, or others; and the number of gathers of hosts.
 
     Weight decay and momentum show whether an optimizer has stepped a parameter that no tower has used.
@@ -198,7 +198,8 @@ def use_other_parameters(changes: dict[str, int]) -> list[Any]:
         changes: for each phase the steps, and in its name who uses the second layer: all, none, first, last or turns.
             In other phases all use it, and some thaw the third layer: everyone or one.
     """
-    strategy = mirrored.MirroredStrategy(seed=0, communication=mirrored.CommunicationOptions(bucket_bytes=512))
+    options = mirrored.CommunicationOptions(bucket_bytes=512)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=options, **settings)
     with strategy.scope():
         first, second, frozen = torch.nn.Linear(5, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         frozen.requires_grad_(False)
@@ -269,6 +270,36 @@ def operations_of_a_step() -> dict[str, int]:
     ours = counted(lambda: strategy.run(step, args=(model, optimizer, average)))
     ours.subtract(counted(lambda: step(bare_model, bare_optimizer)))
     return {name: count for name, count in sorted(ours.items()) if count}
+
+
+def step_sharded(who: str) -> list[float]:
+    """Sharded steps of parameters of which some share their memory: the parameters.
+
+    Args:
+        who: does something alone in the tenth step: "nobody"; "looks", if the chief reads a gradient; "repeats", if it
+            repeats the call for a step of the optimizer.
+    """
+    options = mirrored.CommunicationOptions(bucket_bytes=512)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=options, shard_optimizer=True)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    kept = model[0].weight.detach()  # so it stays where it is
+    x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        if number == 10 and strategy.is_chief and who == "looks":
+            model[0].weight.grad.norm()
+        if number == 10 and strategy.is_chief and who == "repeats":
+            strategy.engine.averager._calls.make("steps Adam number 0 with 4 parameters")
+        optimizer.step()
+
+    for number in range(30):
+        strategy.run(step, args=(number,))
+    assert kept.data_ptr() == model[0].weight.data_ptr()
+    return flat(model.parameters())
 
 
 def watch_without_waiting() -> list[float]:

@@ -13,7 +13,7 @@ import mirrored
 from tests.support.children import in_a_child
 from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG
-from towers.health.deadlock import Beat, find_cycle
+from towers.health.deadlock import Beat, find_cycle, find_different_calls
 from towers.health.peers import Status, Wait
 
 pytestmark = pytest.mark.extended
@@ -226,3 +226,14 @@ def train_undisturbed(strategy: mirrored.Strategy) -> list[Tensor]:
     for start in range(0, 40, 4):
         strategy.run(job.step, args=(x[start : start + 4], y[start : start + 4]))
     return parameters_of(job.model)
+
+
+def test_different_calls_of_one_number_are_found() -> None:
+    """The last tower is one call behind the others, which is no difference."""
+    status = Status(run=3, step=3, running=True)
+    looks, steps, averages = (7, "uses the averaged gradients"), (7, "steps Adam"), (6, "steps SGD")
+    behind, right = Beat(1, status, {}, None, [averages]), Beat(1, status, {}, None, [averages, steps])
+    assert find_different_calls({0: right, 1: right, 2: behind}) is None
+    found = find_different_calls({0: right, 1: Beat(1, status, {}, None, [averages, looks]), 2: behind})
+    assert found is not None
+    assert "tower 0 steps Adam, tower 1 uses the averaged gradients (in step 3)" in found

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.simulated_device import load
-from towers.collectives import process_group
 
 NAME = "simccl"
 
 
 def register(*names: str) -> None:
     """From now on strategies on simulated devices use it. As a TPU it has names of its own."""
-    process_group.AVERAGING.add(NAME)
+    if not names:
+        from towers.collectives import process_group  # loads what an installed accelerator is loaded before
+
+        process_group.COMPLETE.add(NAME)
     for name in names or (NAME,):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, SimulatedCollectives, devices=["tpu" if names else "sim"])
@@ -109,11 +111,12 @@ class SimulatedCollectives(dist.ProcessGroup):
         opts.reduceOp = dist.ReduceOp.SUM
 
         def average(targets: list[Tensor], opts: Any) -> Any:
-            work = collective(targets, opts)
-            work.wait()
+            collective(targets, opts).wait()
             for target in targets:
                 target /= self.size()
-            return work
+            done: torch.futures.Future[None] = torch.futures.Future()
+            done.set_result(None)  # to wait for Gloo's work again would copy its sum again
+            return done
 
         return average
 
@@ -131,7 +134,7 @@ class SimulatedCollectives(dist.ProcessGroup):
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         def collective(read: list[Tensor], written: list[Tensor]) -> Any:
-            return self._gloo._allgather_base(*written, *read)
+            return self._gloo._allgather_base(written[0].view(-1), read[0].view(-1))
 
         return self._queue("all-gather", [tensor], [output], collective)
 
@@ -139,8 +142,10 @@ class SimulatedCollectives(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         def collective(read: list[Tensor], written: list[Tensor]) -> Any:
-            scatter = self._averaging(lambda targets, opts: self._gloo._reduce_scatter_base(*targets, *read, opts), opts)
-            return scatter(written, opts)
+            def sum_of_chunks(targets: list[Tensor], opts: Any) -> Any:
+                return self._gloo._reduce_scatter_base(*targets, *read, opts)
+
+            return self._averaging(sum_of_chunks, opts)(written, opts)
 
         return self._queue("reduce-scatter", [tensor], [output], collective)
 

@@ -103,6 +103,44 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
                 )
 
 
+class RepeatedCalls:
+    """Calls that scripts make in every step, such as steps of optimizers: towers do not wait for each other each time.
+
+    A call is announced, unless it was made before the last backward, too. Then it is only noted, and the notes of the
+    towers are compared with their backwards (:class:`towers.gradients.usage.Comparison`). A tower that waits in another
+    call finds the difference sooner, in heartbeats (:func:`towers.health.deadlock.find_different_calls`).
+
+    Args:
+        comm: a communicator of the towers.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._before: frozenset[str] = frozenset()  # made between the last two backwards
+        self._made: list[str] = []  # since the last one
+
+    def make(self, call: str) -> None:
+        """Announces or notes a call.
+
+        Raises:
+            DisagreementError: on all towers, if it is new and others make another call.
+        """
+        self._comm.health.number(call)
+        if call not in self._before:
+            self.announce(call)
+        self._made.append(call)
+
+    def announce(self, call: str) -> None:
+        """Announces a call in any case (:func:`announce`)."""
+        announce(self._comm, call)
+
+    def take(self) -> list[str]:
+        """Returns the calls since the last backward, when the next one begins."""
+        made, self._made = self._made, []
+        self._before = frozenset(made)
+        return made
+
+
 class StepRequests:
     """Collects the requests of any tower to all towers at a step; see [Note: requests are answered a step later].
 

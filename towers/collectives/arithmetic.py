@@ -104,6 +104,11 @@ def chunk_of(numel: int, itemsize: int, towers: int, tower: int) -> tuple[int, i
         numel: elements of the buffer.
         itemsize: bytes of an element.
     """
-    step = max(1, CHUNK_ALIGNMENT // itemsize)
-    size = -(-numel // (towers * step)) * step
+    size = chunk_numel(numel, itemsize, towers)
     return min(numel, size * tower), min(numel, size * (tower + 1))
+
+
+def chunk_numel(numel: int, itemsize: int, towers: int) -> int:
+    """Returns the elements of every chunk of :func:`chunk_of` except the last ones, which may be shorter."""
+    step = max(1, CHUNK_ALIGNMENT // itemsize)
+    return -(-numel // (towers * step)) * step

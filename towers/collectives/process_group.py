@@ -49,8 +49,8 @@ _OPERATIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
-AVERAGING = {"nccl"}
-"""Backends that divide while they sum."""
+COMPLETE = {"nccl"}
+"""Backends that divide while they sum, and whose output may be a part of the input."""
 
 _MOMENT = timedelta(seconds=0.5)  # between two checks whether a collective can still end
 
@@ -58,8 +58,9 @@ _LEAVING_SECONDS = 60.0
 
 log = get_logger("towers")
 
-# The second name is the one of older versions of torch, deprecated in 2.13.
+# The second names are those of older versions of torch, deprecated in 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -67,6 +68,7 @@ class ProcessGroupCommunicator(Communicator):
 
     Attributes:
         count: the number of collectives that this tower has started.
+        may_scatter: whether :meth:`submit_chunk_average` and :meth:`gather_chunks` can be called.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class ProcessGroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.device = device
         self.backend = backend
-        averages = backend in AVERAGING
-        self._average = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self.prescale = 1.0 if averages else 1.0 / self.size
+        complete = backend in COMPLETE
+        self._average = dist.ReduceOp.AVG if complete else dist.ReduceOp.SUM
+        self.prescale = 1.0 if complete else 1.0 / self.size
+        self.may_scatter = complete and wire_dtype == "same"
         if backend == "gloo":
             self.bucket_bytes = GLOO_BUCKET_BYTES
         self._group: Any = group
@@ -100,6 +103,25 @@ class ProcessGroupCommunicator(Communicator):
         with self.explained():
             work = dist.all_reduce(sent, self._average, group, async_op=True)
         return _Started(self, work, self.count, tensor, sent)
+
+    def submit_chunk_average(self, buffer: Tensor) -> Pending:
+        """Starts the average over all towers of this tower's chunk of a flat buffer, in place.
+
+        The other chunks stay this tower's own.
+
+        Args:
+            buffer: as many equal chunks as there are towers.
+        """
+        group = self._begin()
+        with self.explained():
+            chunk = buffer.chunk(self.size)[self.index]
+            work = _reduce_scatter_single(chunk, buffer, self._average, group, async_op=True)
+        return _Started(self, work, self.count, buffer, buffer)
+
+    def gather_chunks(self, buffer: Tensor) -> None:
+        """Sends each tower's chunk of a flat buffer to all towers, in place."""
+        chunk = buffer.chunk(self.size)[self.index]
+        self._do(buffer, functools.partial(_all_gather_single, buffer, chunk))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         rows, gather = self._gather(tensor)

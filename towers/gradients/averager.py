@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
 from towers.gradients.cycle import AllReduce, Cycle, Reduction, State, Watch
@@ -66,6 +67,13 @@ class Lazy(Protocol):
     def defer_rest(self) -> None:
         """Lets the gradients of the averaged backward complete themselves when they are used."""
 
+    def gather(self, *, agreed: bool = False) -> None:
+        """Completes the gradients of the averaged backward. All towers call it, or none.
+
+        Args:
+            agreed: whether it is certain that all towers call it.
+        """
+
     def complete(self) -> None:
         """Completes the last gradients if they are still held, because some are about to change.
 
@@ -89,8 +97,7 @@ class GradientAverager(GradientReducer):
         bucket_bytes: size of a bucket; None: the channel's.
         reduction: how buckets are averaged. Default: with all-reduces.
         lazy: completes gradients that ``reduction`` leaves incomplete, or None.
-        announce: announces this tower's call to the other towers, not through ``channel``, and returns when all towers
-            have announced the same. Otherwise, it raises on all of them.
+        calls: compares calls with the other towers, not through ``channel``.
         watch: inspects this tower's contributions.
 
     Attributes:
@@ -105,16 +112,16 @@ class GradientAverager(GradientReducer):
         *,
         reduction: Reduction | None = None,
         lazy: Lazy | None = None,
-        announce: Callable[[str], object] = lambda call: None,
+        calls: RepeatedCalls | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._channel = channel
         self._bucket_bytes = bucket_bytes or channel.bucket_bytes
         self._reduction = reduction or AllReduce(channel)
         self._lazy = lazy
-        self._announce = announce
+        self._calls = calls or RepeatedCalls(channel)
         self._watch = watch
-        self._cycle = Cycle(channel, self._reduction, watch)
+        self._cycle = Cycle(channel, self._reduction, watch, self._calls)
         self._hooks = Hooks.AVERAGE
         self._unhook: list[Callable[[], None]] = []
         self._overtaken: list[GradientHook] = []  # other hooks of their parameters run after them
@@ -140,7 +147,7 @@ class GradientAverager(GradientReducer):
             hook.come_last()
         self._overtaken = []
         if (converted := self.layout.converted()) is not None:
-            self._announce(f"a run() after the model was converted or moved ({converted})")
+            self._calls.announce(f"a run() after the model was converted or moved ({converted})")
             self._complete()
             self._lay_out(self.layout.kept(self._channel))
 
@@ -249,6 +256,8 @@ class GradientAverager(GradientReducer):
         replies = self._channel.all_gather_bytes(json.dumps(arrivals).encode() if self._channel.index == 0 else b"")
         ordered = self.layout.in_order_of(json.loads(replies[0]), self._channel)
         if ordered is not None:
+            if self._lazy is not None:
+                self._lazy.gather(agreed=True)
             self._lay_out(ordered)
 
     @disable_dynamo
@@ -296,7 +305,7 @@ class GradientAverager(GradientReducer):
         if self._channel.size > 1:
             self._channel.break_off(error)
         else:  # a single tower cannot be out of step
-            self._cycle = Cycle(self._channel, self._reduction, self._watch)
+            self._cycle = Cycle(self._channel, self._reduction, self._watch, self._calls)
             self._lay_out(self.layout.kept(self._channel))
 
     @handles_gradients

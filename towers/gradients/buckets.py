@@ -41,7 +41,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.arithmetic import CHUNK_ALIGNMENT
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT, chunk_numel
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError, TowersError
 from towers.gradients.pairing import BITS
@@ -129,7 +129,8 @@ class Bucket:
         is_packed: whether it was packed in this backward.
         flags: this tower's message to the others: for each slot, whether it had its own gradient; and in the last
             bucket of a backward, all of :class:`Summary`.
-        buffer, tail: its memory, allocated once it is needed, and the part of it behind the gradients.
+        buffer, tail: its memory, allocated once it is needed, and the part of it behind the gradients, which are padded
+            to as many equal chunks as there are towers.
         streams: orders writes on an accelerator; None elsewhere.
     """
 
@@ -163,6 +164,11 @@ class Bucket:
     def alignment(self) -> int:
         """The number of elements of whose multiples slots start."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
+
+    @property
+    def chunks(self) -> Tensor:
+        """The part of the memory before the tail: equal chunks, one for each tower."""
+        return self.buffer[: self.buffer.numel() - self.tail.numel()]
 
     def count_missing(self) -> None:
         """Counts, before a backward, how many gradients may arrive."""
@@ -324,9 +330,10 @@ class Bucket:
                 slot.install(parameter)
 
     def _allocate(self, channel: Communicator) -> None:
-        numel = self.numel + len(self.slots) + self.units + 1 + BITS
+        start = chunk_numel(self.numel, self.dtype.itemsize, channel.size) * channel.size
+        numel = start + len(self.slots) + self.units + 1 + BITS
         self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
-        self.tail = self.buffer[self.numel :]
+        self.tail = self.buffer[start:]
         for slot in self.slots:
             parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DisagreementError, MirrorError, TowersError
 from towers.gradients import pairing
@@ -141,6 +142,7 @@ class Cycle:
         channel: the towers'.
         reduction: reduces packed buckets.
         watch: inspects this tower's contributions.
+        calls: calls that accelerators compare with their backwards.
 
     Attributes:
         state: changes in :meth:`_enter` only.
@@ -148,12 +150,13 @@ class Cycle:
         number: the number of averages: opened cycles, and averages by other means (``note_averaged``).
     """
 
-    def __init__(self, channel: Communicator, reduction: Reduction, watch: Watch | None) -> None:
+    def __init__(self, channel: Communicator, reduction: Reduction, watch: Watch | None, calls: RepeatedCalls) -> None:
         self.state = State.IDLE
         self.number = 0
         self._channel = channel
         self._reduction = reduction
         self._watch = watch
+        self._calls = calls
         self.backward = BackwardCounter(channel.health)
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
@@ -224,7 +227,7 @@ class Cycle:
             self._comparison.begin()
             self._starts_early &= self._comparison.lets_buckets_start_early()
         self._channel.health.train()
-        self.backward.begin()
+        self.backward.begin(self._calls.take())
         self.number += 1
         self._enter(State.COLLECTING)
         self._task = current_graph_task_id()
@@ -333,7 +336,8 @@ class Cycle:
             continues = touched == layout.trainable_units  # no tower can have touched more
             self._start(last, reduction, Summary(touched, continues, []))
             used = all(all(bucket.flags[: len(bucket.slots)]) for bucket in self._started)
-            self._comparison.note(Passed(backward, str(self.backward), continues and used))
+            bits = backward + self.backward.bits_of_calls()
+            self._comparison.note(Passed(bits, str(self.backward), continues and used))
             counts = self._await(reduction)
             if not continues:
                 touched = self._read(counts)

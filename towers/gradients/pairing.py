@@ -30,8 +30,8 @@ _MULTIPLIER = 40503  # keeps the batches of different loops apart (Knuth's, odd,
 _OF_BYTE = [[bit for i in range(8) for bit in (bool(byte >> i & 1), not byte >> i & 1)] for byte in range(256)]
 
 ADVICE = (
-    "Some tower has left out a backward() or a run, or has made one more than the others; every tower must make the "
-    f"same ones in every step, with every batch. {DECIDE_TOGETHER}"
+    "Some tower has left out a backward(), a run or an optimizer's step, or has made one more than the others; every "
+    f"tower must make the same ones in every step, with every batch. {DECIDE_TOGETHER}"
 )
 
 BITS = 6 * _WIDTH
@@ -54,15 +54,21 @@ class BackwardCounter:
         self._step = health.step
         self._number = 0
         self._batch = health.batches.value
+        self._calls: Sequence[str] = ()
         self.digest = 0
 
-    def begin(self) -> None:
-        """Counts a backward that starts."""
+    def begin(self, calls: Sequence[str] = ()) -> None:
+        """Counts a backward that starts.
+
+        Args:
+            calls: calls since the last one that the towers must have made, too.
+        """
+        self._calls = calls
         if self._run != self._health.run:
             self._run, self._number = self._health.run, 0
         self._step, self._batch = self._health.step, self._health.batches.value
         self._number += 1
-        self.digest = zlib.crc32(b"%d %d" % (self._run, self._number), self.digest)
+        self.digest = zlib.crc32(b"%d %d %s" % (self._run, self._number, "\n".join(calls).encode()), self.digest)
 
     def bits(self) -> list[bool]:
         """Returns the present backward as :data:`BITS` bits. Without a batch, its bits and their opposites are 0."""
@@ -72,9 +78,15 @@ class BackwardCounter:
         bits = [bit for number in numbers for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]]
         return bits + [False] * (BITS - len(bits))
 
+    def bits_of_calls(self) -> list[bool]:
+        """Returns bits and their opposites that depend on the calls before this backward."""
+        digest = zlib.crc32("\n".join(self._calls).encode())
+        return [bit for half in (0, 8) for bit in _OF_BYTE[digest >> half & 255]]
+
     def __str__(self) -> str:
         run = f", in call {self._run} of strategy.run," if self._run != self._step else ""
-        return with_batch(f"backward() number {self._number} of step {self._step}{run}", self._batch)
+        text = with_batch(f"backward() number {self._number} of step {self._step}{run}", self._batch)
+        return f"{text}, before which the tower {', '.join(self._calls)}" if self._calls else text
 
 
 def same_backward(counts: Sequence[float]) -> bool:

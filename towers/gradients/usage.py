@@ -99,7 +99,7 @@ class Counts:
         return [n > 0 for n in counts[self._touched_at : at]], counts[at] > 0, counts[at + 1 :]
 
 
-_TEXT_BYTES = 96
+_TEXT_BYTES = 200
 
 _AHEAD = 2
 """The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""

@@ -1,4 +1,4 @@
-"""Deadlocks: towers that wait for each other in different collectives, so that none can continue.
+"""Deadlocks: towers that wait for each other in different calls, so that none can continue.
 
 [Note: deadlocks] Each communicator counts the collectives that its tower has started, and a tower's heartbeats contain
 the collective in which it waits. The tower waits for those towers of that collective that have not started it. If such
@@ -7,6 +7,10 @@ towers' heartbeats and looks for a cycle. A cycle counts if it exists at two hea
 each tower has been in the same wait. Then all towers raise the same ``DeadlockError``. A slow tower does not wait, so
 it is never part of a cycle. A tower waits for Gloo in slices of half a second, and checks between them whether a
 deadlock has been published.
+
+A tower whose host waits for its own GPU is in no such wait. So heartbeats also contain the last numbered calls
+(:class:`towers.collectives.agreement.RepeatedCalls`). If two towers have made different calls under the same number,
+neither will make the other's.
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ class Beat:
         status: run, step, phase and collective.
         begun: the number of collectives that the tower has started, by name of the communicator.
         wait: the collective that it waits in. None: it does not wait.
+        calls: the newest numbered calls, each with its number.
     """
 
     number: int
     status: Status
     begun: Mapping[str, int]
     wait: Wait | None
+    calls: Sequence[Sequence[Any]] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON values that :meth:`from_json` reads."""
@@ -49,7 +55,7 @@ class Beat:
             KeyError, TypeError: ``values`` is something else.
         """
         wait = Wait(**values["wait"]) if values["wait"] is not None else None
-        return Beat(values["number"], Status(**values["status"]), values["begun"], wait)
+        return Beat(values["number"], Status(**values["status"]), values["begun"], wait, values["calls"])
 
 
 def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int] | None:
@@ -69,6 +75,20 @@ def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int]
     except graphlib.CycleError as error:
         cycle: list[int] = error.args[1]  # the first tower is repeated at the end
         return cycle[:-1]
+    return None
+
+
+def find_different_calls(towers: Mapping[int, Beat]) -> str | None:
+    """Returns a message on two towers that have made different calls under the same number, or None."""
+    calls: dict[int, tuple[int, str]] = {}
+    for tower, beat in sorted(towers.items()):
+        for number, call in beat.calls:
+            other, others = calls.setdefault(number, (tower, call))
+            if call != others:
+                return (
+                    f"the towers made different calls: tower {other} {others}, tower {tower} {call} ({beat.status}); "
+                    f"every tower must make the same calls in the same order. {DECIDE_TOGETHER}"
+                )
     return None
 
 

@@ -145,7 +145,7 @@ class Heartbeat:
         status = self._record.read()
         status = dataclasses.replace(status, since=clock.monotonic() - status.since if status.since else 0.0)
         self._number += 1
-        return Beat(self._number, status, health.begun(), health.waits)
+        return Beat(self._number, status, health.begun(), health.waits, health.calls)
 
     def _look_for_deadlock(self, store: SignedStore, health: Health) -> bool:
         """Reports whether this tower keeps waiting, and reads whether that is a deadlock.
@@ -172,8 +172,9 @@ class Heartbeat:
         messages = store.read_all([f"beat{tower}" for tower in self._towers])
         beats = {tower: Beat.from_json(message) for tower, message in enumerate(messages) if message is not None}
         cycle = deadlock.find_cycle(self._beats, beats)
-        if cycle is not None:
-            store.write(_DEADLOCK, {"towers": deadlock.describe(cycle, beats)})
+        found = deadlock.describe(cycle, beats) if cycle is not None else deadlock.find_different_calls(beats)
+        if found is not None:
+            store.write(_DEADLOCK, {"towers": found})
         self._beats = beats
         return True
 

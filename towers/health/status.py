@@ -179,7 +179,6 @@ class Health:
         trains: whether the present run is known to be a training step.
         phase: the tower's phase; empty while it is in the script's own code.
         counted_by_script: whether the script counts training steps itself, so that several runs may be one.
-        loops: the number of loops over distributed data that have started.
         batches: the newest batch that the main thread has taken, for each loop over distributed data. A batch that
             another thread takes ahead does not show the script's position.
         record: the record of the status. If it is a file, other processes read it.
@@ -187,6 +186,7 @@ class Health:
         exit_code: the code with which this tower is about to end, without a failure.
         waits: the collective that this tower waits in. None: it does not wait.
         deadlock: why a wait will never end, once that is known.
+        calls: the newest numbered calls (:meth:`number`), each with its number.
         followers: are called with each phase that the tower enters.
         callers: are called with the name of each announced collective that starts, and with "" after its success.
     """
@@ -196,13 +196,13 @@ class Health:
         self.step = 0
         self.evaluates = False
         self.phase = ""
-        self.loops = 0
         self.batches = Newest[BatchInHand]()
         self.record = record or StatusRecord()
         self.heartbeat: Peers | None = None
         self.exit_code = 0
         self.waits: Wait | None = None
         self.deadlock: str | None = None
+        self.calls: tuple[tuple[int, str], ...] = ()
         self.followers: list[Callable[[str], object]] = []
         self.callers: list[Callable[[str], object]] = []
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
@@ -282,6 +282,11 @@ class Health:
             return {communicator.name: communicator.count for communicator in self._counted}
         except RuntimeError:  # one was added during the iteration
             return {}
+
+    def number(self, call: str) -> None:
+        """Numbers a call that all towers make in the same order, for the other towers."""
+        number = self.calls[-1][0] + 1 if self.calls else 0
+        self.calls = (*self.calls[-3:], (number, call))
 
     def check_deadlock(self) -> None:
         """Checks that a wait may still end.

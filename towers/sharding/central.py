@@ -38,7 +38,7 @@ from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, SharedM
 from towers.errors import StartupError
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
-from towers.gradients.reduce_scatter import ReduceScatter
+from towers.gradients.reduce_scatter import SharedChunks
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import SparseSlot
 from towers.sharding.shards import RowShard, Shard
@@ -124,8 +124,9 @@ class CentralStorage(ShardTransport):
         self._host = host
         self._regions = host.regions if isinstance(host, SharedMemoryCommunicator) else None
         self.state_is_readable = self._regions is not None
+        self._chunks: SharedChunks | None = None
         if isinstance(channel, SharedMemoryCommunicator):
-            self.reduction = self.lazy = ReduceScatter(channel, channel.regions)
+            self.reduction = self.lazy = self._chunks = SharedChunks(channel, channel.regions)
         self._places = WeakIdKeyDictionary()  # by parameter
         # The memory of the model's parameters on CPU towers, and the table that is the only parameter in it.
         self._copies: WeakKeyDictionary[SingleCopy, Callable[[], Tensor | None]] = WeakKeyDictionary()
@@ -136,8 +137,8 @@ class CentralStorage(ShardTransport):
     # -- meeting -----------------------------------------------------------------------------------------
 
     def barrier(self, purpose: str) -> None:
-        if self.lazy is not None:
-            self.lazy.barrier(purpose)
+        if self._chunks is not None:
+            self._chunks.barrier(purpose)
         elif self._regions is not None:
             self._regions.barrier.wait_tagged(purpose)
 

@@ -2,22 +2,26 @@
 
 [Note: ways to shard] Towers that share memory average only their own chunks of the gradients
 (:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
-state without their help. All other towers (GPUs, several hosts) average whole gradients, and gather shards and state
-with collectives. With central storage, the updated parameters and the state are in the memory of one host.
-:func:`transport_for` decides between them, and no other code of the sharded step depends on the choice.
+state without their help. GPUs also average only their chunks, and gather shards and state with collectives. All other
+towers (CPUs of several hosts, other accelerators) average whole gradients. With central storage, the updated parameters
+and the state are in the memory of one host. :func:`transport_for` decides between them, and no other code of the
+sharded step depends on the choice.
 """
 
 from __future__ import annotations
 
+from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator
+from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-from towers.sharding.transport import ShardTransport, SharedParameters
+from towers.sharding.transport import GatheredParameters, ShardTransport, SharedParameters
 
 
-def transport_for(channel: Communicator, *, central: bool, timeout: float) -> ShardTransport:
+def transport_for(channel: Communicator, calls: RepeatedCalls, *, central: bool, timeout: float) -> ShardTransport:
     """Returns the transport between the towers of ``channel``, which averages their gradients. All towers call it.
 
     Args:
+        calls: compares calls of the script with the other towers.
         central: whether one copy of parameters and state is in the memory of a host.
         timeout: seconds for a collective.
 
@@ -30,4 +34,6 @@ def transport_for(channel: Communicator, *, central: bool, timeout: float) -> Sh
         return CentralStorage(channel, on_one_host(channel, timeout))
     if isinstance(channel, SharedMemoryCommunicator):
         return SharedParameters(channel)
+    if isinstance(channel, ProcessGroupCommunicator) and channel.may_scatter:
+        return GatheredParameters(channel, calls)
     return ShardTransport(channel)

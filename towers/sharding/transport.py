@@ -8,20 +8,23 @@ view of it for each tower that keeps the tower's own writes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import RepeatedCalls, announce
+from towers.collectives.arithmetic import chunk_numel
 from towers.collectives.communicator import Communicator, InStep, as_bytes
+from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-from towers.gradients.buckets import DenseSlot
+from towers.gradients.buckets import Bucket, DenseSlot
 from towers.gradients.cycle import AllReduce, Reduction
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
-from towers.gradients.reduce_scatter import ReduceScatter
+from towers.gradients.reduce_scatter import ReduceScatter, ScatteredChunks, SharedChunks
 from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
@@ -151,26 +154,14 @@ class ShardTransport:
         return spread if longest else lambda: None
 
 
-class SharedParameters(ShardTransport):
-    """Keeps parameters in shared regions, where towers of one host write their shards into each other's.
+class PlacedParameters(ShardTransport):
+    """Keeps the parameters of a bucket in one memory, in the same order as the bucket's buffer has their gradients."""
 
-    A bucket's region contains its parameters in the same way as its buffer contains their gradients.
-    """
-
-    state_is_readable = True
-
-    def __init__(self, channel: SharedMemoryCommunicator) -> None:
+    def __init__(self, channel: Communicator) -> None:
         super().__init__(channel)
-        self.reduction: ReduceScatter = ReduceScatter(channel, channel.regions)
-        self.lazy = self.reduction
-        self._regions = channel.regions
         self._layout: BucketLayout | None = None
-        self._keys: dict[int, int] = {}  # by the index of a bucket
         self._addresses = WeakIdKeyDictionary()  # by parameter: its address there
         self._templates = WeakIdKeyDictionary()  # by parameter: its shape and strides there, without memory
-
-    def barrier(self, purpose: str) -> None:
-        self.reduction.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would no longer share it.
@@ -179,30 +170,138 @@ class SharedParameters(ShardTransport):
     def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
         if self._layout is not layout:
             self._layout = layout
-            for key in self._keys.values():
-                keys.release(key)
-            self._keys = {}
+            self.drop_memory(keys)
             self._addresses, self._templates = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        for bucket in {slot.bucket.index: slot.bucket for slot in _dense(slots)}.values():
-            if bucket.index not in self._keys:
-                self._keys[bucket.index] = key = keys.new()
-                self._regions.allocate(key, bucket.numel, bucket.dtype)
-        self.restore_places(slots)
-        self._regions.barrier.wait()  # now all regions can be mapped
+        for slot in _dense(slots):
+            self.allocate(slot.bucket, keys)
+            self._move(slot)
+
+    @abstractmethod
+    def drop_memory(self, keys: Keys) -> None:
+        """Drops the memory of the buckets of the layout before."""
+
+    @abstractmethod
+    def allocate(self, bucket: Bucket, keys: Keys) -> None:
+        """Allocates memory for a bucket's parameters, if there is none."""
+
+    @abstractmethod
+    def memory_of(self, slot: DenseSlot) -> Tensor | None:
+        """Returns a parameter's part of its bucket's memory; None: it stays where it is."""
 
     def restore_places(self, slots: Sequence[Slot]) -> None:
         for slot in _dense(slots):
-            parameter = slot.parameter()
-            assert parameter is not None
-            if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
-                continue  # with another dtype, the buckets are laid out again
-            memory = self._regions.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
-            if memory is not None:
-                # It keeps the strides that it had when it was sharded, because its state is in their order.
-                template = self._templates.setdefault(parameter, parameter.detach().to("meta"))
-                place = view_like(template, memory)
-                self._addresses[parameter] = place.data_ptr()
-                parameter.data = place.copy_(parameter.data)
+            if (parameter := slot.parameter()) is not None and parameter in self._addresses:
+                self._move(slot)
+
+    def _move(self, slot: DenseSlot) -> None:
+        parameter = slot.parameter()
+        assert parameter is not None
+        if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
+            return  # with another dtype, the buckets are laid out again
+        memory = self.memory_of(slot)
+        if memory is not None:
+            # It keeps the strides that it had when it was sharded, because its state is in their order.
+            template = self._templates.setdefault(parameter, parameter.detach().to("meta"))
+            place = view_like(template, memory)
+            self._addresses[parameter] = place.data_ptr()
+            parameter.data = place.copy_(parameter.data)
+
+    def is_placed(self, slot: DenseSlot) -> bool:
+        """Returns whether a parameter is in its bucket's memory."""
+        parameter = slot.parameter()
+        return parameter is not None and self._addresses.get(parameter) == parameter.data_ptr()
+
+
+class GatheredParameters(PlacedParameters):
+    """Keeps parameters on an accelerator, where one collective for each bucket sends all towers' shards, in place.
+
+    A step of an optimizer is announced when it is new. Later ones do not wait for other hosts: the towers compare them
+    with their backwards.
+
+    A parameter that shares its memory on some tower, such as the weights of an RNN of cuDNN, stays where it is. The
+    shards of its bucket are then packed and gathered, as in the base class.
+
+    Args:
+        calls: compares calls with the other towers.
+    """
+
+    def __init__(self, channel: ProcessGroupCommunicator, calls: RepeatedCalls) -> None:
+        super().__init__(channel)
+        self.reduction = self.lazy = ScatteredChunks(channel, calls)
+        self._group = channel
+        self._calls = calls
+        self._memory: dict[int, Tensor] = {}  # by the index of a bucket
+        self._placed: set[int] = set()  # buckets whose sharded parameters are all in that memory, on all towers
+
+    def barrier(self, purpose: str) -> None:
+        self._calls.make(purpose)
+
+    def can_place(self, parameter: Tensor) -> bool:
+        return True
+
+    def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
+        dense = _dense(slots)
+        alone = super().can_place
+        super().place([slot for slot in dense if (p := slot.parameter()) is not None and alone(p)], layout, keys)
+        elsewhere = {slot.bucket.index for slot in dense if not self.is_placed(slot)}
+        anywhere = {index for indices in self.channel.all_gather_json(sorted(elsewhere)) for index in indices}
+        self._placed = {slot.bucket.index for slot in dense} - anywhere
+
+    def drop_memory(self, keys: Keys) -> None:
+        self._memory = {}
+
+    def allocate(self, bucket: Bucket, keys: Keys) -> None:
+        if bucket.index not in self._memory:
+            size = chunk_numel(bucket.numel, bucket.dtype.itemsize, self.channel.size) * self.channel.size
+            self._memory[bucket.index] = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
+
+    def memory_of(self, slot: DenseSlot) -> Tensor:
+        return self._memory[slot.bucket.index][slot.start : slot.start + slot.numel]
+
+    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+        placed = self._placed & set(ranges([shard for row in shards for shard in row]))
+        buckets = [self._memory[index] for index in sorted(placed)]
+        rest = [[shard for shard in row if placed.isdisjoint(ranges([shard]))] for row in shards]
+        gathering = super().plan(rest)
+
+        def spread() -> None:
+            for memory in buckets:
+                self._group.gather_chunks(memory)
+            gathering()
+
+        return spread
+
+
+class SharedParameters(PlacedParameters):
+    """Keeps parameters in shared regions, where towers of one host write their shards into each other's."""
+
+    state_is_readable = True
+
+    def __init__(self, channel: SharedMemoryCommunicator) -> None:
+        super().__init__(channel)
+        self.reduction = self.lazy = self._chunks = SharedChunks(channel, channel.regions)
+        self._regions = channel.regions
+        self._keys: dict[int, int] = {}  # by the index of a bucket
+
+    def barrier(self, purpose: str) -> None:
+        self._chunks.barrier(purpose)
+
+    def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
+        super().place(slots, layout, keys)
+        self._regions.barrier.wait()  # now all regions can be mapped
+
+    def drop_memory(self, keys: Keys) -> None:
+        for key in self._keys.values():
+            keys.release(key)
+        self._keys = {}
+
+    def allocate(self, bucket: Bucket, keys: Keys) -> None:
+        if bucket.index not in self._keys:
+            self._keys[bucket.index] = key = keys.new()
+            self._regions.allocate(key, bucket.numel, bucket.dtype)
+
+    def memory_of(self, slot: DenseSlot) -> Tensor | None:
+        return self._regions.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
 
     def readable_state(self, key: int) -> ReadableState:
         return ReadableState(self._regions, key)

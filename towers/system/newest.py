@@ -12,6 +12,12 @@ class Newest(Generic[T]):
 
     def __init__(self) -> None:
         self._by_loop: dict[int, T] = {}
+        self._begun = 0
+
+    def begin(self) -> int:
+        """Returns the index of a loop that starts, from 1."""
+        self._begun += 1
+        return self._begun
 
     def set(self, loop: int, value: T) -> None:
         """Sets a loop's value, which is now the newest."""
