@@ -16,6 +16,7 @@ Below, "host" is the time from the start of a step until the host has queued it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -41,6 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
 
+FOLDER = "COUNTS_FOLDER"
+"""Variable with a folder for checkpoints."""
 WARM_UP = 12  # DDP waits for timers of its own in its first ten steps
 IN_TURNS = ("bare", "ours", "DDP")
 BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
@@ -82,13 +85,84 @@ def _synchronised_ddp(work: Work) -> Step:
     return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
 
 
+def _autocast(model: nn.Module) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            output: torch.Tensor = model(x)
+        return output.float()
+
+    return forward
+
+
 def _compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
-def _compiled_ddp(work: Work) -> Step:
+def _called_ddp(work: Work, forward_of: Callable[[nn.Module], Any]) -> Step:
     model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
-    return plain.step(_compiled(model), model.parameters(), work.x, work.y, work.make_optimizer)
+    return plain.step(forward_of(model), model.parameters(), work.x, work.y, work.make_optimizer)
+
+
+class _HalfUsed(nn.Module):
+    """A model with a layer that no step uses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.unused = model, nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(x)
+        return output
+
+
+class _WithUnused(Work):
+    """A case whose model has a layer that no step uses."""
+
+    def make(self) -> nn.Module:
+        return _HalfUsed(super().make())
+
+
+def _accumulating(work: Work) -> Step:
+    """Two backwards, of which the second one averages."""
+    model, optimizer = work.scoped(work.strategy)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for context in (work.strategy.no_sync(), contextlib.nullcontext()):
+            with context:
+                per_example = models.per_example_loss(model(x), y)
+                mirrored.compute_average_loss(per_example, global_batch_size=work.batch).backward()
+        optimizer.step()
+
+    return lambda: work.strategy.run(train_step, args=(work.x, work.y))
+
+
+def _accumulating_ddp(work: Work) -> Step:
+    model = DistributedDataParallel(work.model(), gradient_as_bucket_view=True)
+    optimizer = work.make_optimizer(model.parameters())
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        for context in (model.no_sync(), contextlib.nullcontext()):
+            with context:
+                models.per_example_loss(model(work.x), work.y).mean().backward()
+        optimizer.step()
+
+    return train_step
+
+
+def _saving(work: Work) -> Step:
+    """A checkpoint."""
+    model, optimizer = work.scoped(work.strategy)
+    objects = {"model": model, "optimizer": optimizer}
+    manager = mirrored.CheckpointManager(work.strategy, os.environ[FOLDER], objects)
+
+    def train_step() -> None:
+        model(work.x).sum().backward()
+        optimizer.step()
+
+    work.strategy.run(train_step)
+    return manager.save
 
 
 VARIANTS: dict[str, Callable[[Work], Step]] = {
@@ -102,8 +176,21 @@ VARIANTS: dict[str, Callable[[Work], Step]] = {
     "DDP-sync-bn": _synchronised_ddp,
     "bare-compiled": lambda work: work.bare(_compiled),
     "ours-compiled": lambda work: work.ours(forward_of=_compiled),
-    "DDP-compiled": _compiled_ddp,
+    "DDP-compiled": lambda work: _called_ddp(work, _compiled),
 }
+MORE: dict[str, Callable[[Work], Step]] = {
+    "bare-bf16": lambda work: work.bare(_autocast),
+    "ours-bf16": lambda work: work.ours(forward_of=_autocast),
+    "DDP-bf16": lambda work: _called_ddp(work, _autocast),
+    "ours-no-sync": _accumulating,
+    "DDP-no-sync": _accumulating_ddp,
+    "ours-unused": lambda work: _WithUnused(work.case, work.strategy).ours(),
+    "DDP-unused": lambda work: _WithUnused(work.case, work.strategy).ddp(find_unused_parameters=True),
+    "central": lambda work: work.ours(steps.strategy("auto", mirrored.CentralStorageStrategy)),
+    "save": _saving,
+}
+VARIANTS |= MORE
+"""``MORE`` are measured only if they are named."""
 
 
 def _record(step: Step) -> list[dict[str, Any]]:
@@ -158,9 +245,13 @@ def count_simulated(records: Sequence[tuple[str, str, int, int]], events: Sequen
     def of(kind: str) -> int:
         return sum(record[0] == kind for record in records)
 
-    last = max((at for at, (kind, name, *_) in enumerate(records) if kind == "node" and "AccumulateGrad" not in name))
-    sent = [(at < last, _WIRE.get(name, 1) * size / 1e6) for at, (kind, name, size, _) in enumerate(records) if kind == "collective"]
-    total = sum(size for _, size in sent)
+    nodes = [at for at, (kind, name, *_) in enumerate(records) if kind == "node" and "AccumulateGrad" not in name]
+    sent = [
+        (_WIRE.get(name, 1) * size / 1e6, at < max(nodes, default=0))
+        for at, (kind, name, size, _) in enumerate(records)
+        if kind == "collective"
+    ]
+    total = sum(size for size, _ in sent)
     gloo = count(events).host_collectives
     return Counts(
         kernels=of("kernel"),
@@ -172,7 +263,7 @@ def count_simulated(records: Sequence[tuple[str, str, int, int]], events: Sequen
         host_collectives=gloo - len(sent),
         sent_mb=round(total, 3),
         waits=of("wait"),
-        early=round(sum(size for early, size in sent if early) / total, 3) if total else None,
+        early=round(sum(size for size, early in sent if early) / total, 3) if total else None,
     )
 
 
@@ -236,9 +327,11 @@ def _inside(options: Any) -> None:
     if options.simulated:
         from tests import simulated_device
         from tests.simulated_device import collectives
+        from tests.support import batch_norm_kernels
 
         sim = simulated_device.load()
         collectives.register()
+        batch_norm_kernels.use()
     strategy = mirrored.MirroredStrategy()
     _record(lambda: None)  # the first use of the profiler takes seconds
     waits = count(_record(lambda: None)).waits
@@ -270,7 +363,8 @@ def _inside(options: Any) -> None:
 def main(arguments: Sequence[str]) -> None:
     chosen = "mlp-64,resnet-64,transformer-16"
     parser = command.parser("counts", __doc__, turns=30, towers=None, cases=models.CASES, chosen=chosen)
-    parser.add_argument("--variants", type=command.names, default=list(VARIANTS), help=", ".join(VARIANTS))
+    usual = [name for name in VARIANTS if name not in MORE]
+    parser.add_argument("--variants", type=command.names, default=usual, help=", ".join(VARIANTS))
     parser.add_argument("--simulated", action="store_true", help="on the simulated device of the tests")
     parser.add_argument("--traces", help="a folder for the profiler's records")
     options = parser.parse_args(arguments)
@@ -281,7 +375,9 @@ def main(arguments: Sequence[str]) -> None:
     from tests.gpu.pairs import start_pair
 
     words = [str(pathlib.Path(__file__).parent), "counts", *arguments]
-    first, second = start_pair(words, 300, 20, shown=True)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder
+        first, second = start_pair(words, 900, 20, shown=True, one_host=options.simulated)
     if first.code or second.code:
         print(first.err[-3000:], second.err[-3000:], file=sys.stderr)
         sys.exit(1)

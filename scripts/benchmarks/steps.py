@@ -49,14 +49,18 @@ class Work:
         x, y = models.batch(case, share, seed=strategy.topology.index)
         self.x, self.y = x.to(strategy.device), y.to(strategy.device)
 
+    def make(self) -> nn.Module:
+        """The model of the case, on the CPU."""
+        return models.make(self.case)
+
     def model(self) -> nn.Module:
         """A model without mirrored."""
-        return models.make(self.case).to(self.strategy.device)
+        return self.make().to(self.strategy.device)
 
     def scoped(self, strategy: mirrored.Strategy, **scope: Any) -> tuple[nn.Module, Optimizer]:
         """A model of a strategy, and its optimizer."""
         with strategy.scope(**scope):
-            model = models.make(self.case)
+            model = self.make()
             return model, self.make_optimizer(model.parameters())
 
     def ours(

@@ -32,12 +32,15 @@ class Rank:
     at: float
 
 
-def start_pair(words: list[str], limit: float, patience: float, shown: bool = False) -> list[Rank]:
+def start_pair(
+    words: list[str], limit: float, patience: float, shown: bool = False, one_host: bool = False
+) -> list[Rank]:
     """A program on two ranks on one GPU, which NCCL takes for two hosts: never for speed.
 
     Args:
         patience: seconds from the failure of one rank until the other is ended: it may spin in NCCL.
         shown: whether the output of rank 0 is that of this process, as it comes.
+        one_host: whether mirrored takes them for one host, with a device each.
     """
     common = {
         "WORLD_SIZE": "2",
@@ -55,7 +58,11 @@ def start_pair(words: list[str], limit: float, patience: float, shown: bool = Fa
         files = [[opened.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(2)]
         try:
             for rank, (out, err) in enumerate(files):
-                variables = {**os.environ, **common, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
+                variables = {**os.environ, **common, "RANK": str(rank)}
+                if one_host:
+                    variables |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+                else:
+                    variables["NCCL_HOSTID"] = f"host{rank}"
                 if rank == 0:
                     variables["ALONE"] = "1"
                 command = [sys.executable, *words]

@@ -26,6 +26,7 @@ from torch import Tensor
 HERE = pathlib.Path(__file__).parent
 INSTALLED = HERE / "installed"
 """Where the simulated torch_tpu is found."""
+SOURCES = "device.cpp", "autocast.cpp"
 DEVICES = 2
 
 
@@ -50,7 +51,7 @@ def load() -> Any:
     """Compile the extension where that is not done yet, and register the devices; returns the extension."""
     build = HERE / "build" / f"{torch.version.__version__}-{sys.implementation.cache_tag}"
     compiled = build / "compiled"
-    changed = max((HERE / name).stat().st_mtime for name in ("device.cpp", "world.h"))
+    changed = max((HERE / name).stat().st_mtime for name in (*SOURCES, "world.h"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if compiled.exists() and compiled.stat().st_mtime > changed:
@@ -93,7 +94,7 @@ def _compile(build: pathlib.Path) -> Any:
         (build / "lock").unlink(missing_ok=True)  # a killed process leaves it, and all others would wait for ever
         return cpp_extension.load(
             "simulated_device",
-            [str(HERE / "device.cpp")],
+            [str(HERE / name) for name in SOURCES],
             extra_cflags=["-O0", "-g0"],
             build_directory=str(build),
             verbose=False,

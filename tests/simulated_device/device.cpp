@@ -238,6 +238,7 @@ void note_kernels(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   note_kernels(op, *stack);
+  if (op.schema().name() == "aten::nonzero") note_waiting("it counts what a mask selects");
   Operator here;
   std::optional<Drawing> drawing;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) {
