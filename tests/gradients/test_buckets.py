@@ -15,6 +15,7 @@ import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
 from tests.support.jobs import towers
 from towers.collectives.communicator import Alone
+from towers.gradients import streams
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
 from towers.gradients.streams import StreamOrder
@@ -169,7 +170,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
     """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
     now, one, other = [FakeStream()], FakeStream(), FakeStream()
     kept: list[tuple[Tensor, FakeStream]] = []
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(streams, "current_stream_of", lambda index: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
     bucket = Bucket(0, torch.float32, torch.device("cpu"))
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -198,7 +199,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
 
 def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(streams, "current_stream_of", lambda index: None)
     for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
         method = getattr(owner, name)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +48,7 @@ from towers.gradients.reducer import GradientReducer
 from towers.gradients.slots import Slot, handles_gradients
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
 from towers.system.named import Named
-from towers.system.torch_private import current_graph_task_id, disable_dynamo
+from towers.system.torch_private import current_graph_task_id, disable_dynamo, last_gradient_hook
 
 
 class Hooks(enum.Enum):
@@ -181,7 +182,7 @@ class GradientAverager(GradientReducer):
             earlier.averaged = sys.maxsize  # see [Note: the last one averages]
             for remove in removers:
                 remove()
-        hook = GradientHook(parameter, lambda parameter: self._arrive(slot, parameter, hook))
+        slot.hook = hook = GradientHook(parameter, functools.partial(self._arrive, slot))
         unhook = [hook.remove]
         if self._lazy is not None:
             trainable = parameter.requires_grad
@@ -204,7 +205,7 @@ class GradientAverager(GradientReducer):
         if self._lazy is not None and self._cycle.state is State.IDLE:
             self._lazy.complete()
 
-    def _arrive(self, slot: Slot, parameter: Tensor, hook: GradientHook) -> None:
+    def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """Handles a gradient that autograd has finished.
 
         Autograd also calls the hooks of parameters that were frozen since the forward.
@@ -222,7 +223,9 @@ class GradientAverager(GradientReducer):
         if cycle.state is _IDLE:
             cycle.open()
             when_backward_is_done(self._finish)
-        is_last = hook.is_last(parameter)
+        hook = slot.hook
+        assert hook is not None
+        is_last = last_gradient_hook(parameter) == hook.id
         if cycle.arrive(slot, parameter, gradient, is_last):
             if self._arrivals is not None:
                 self._arrivals.append(slot.name)

@@ -112,10 +112,6 @@ class _Waiting:
         self.slots: list[DenseSlot] = []
         self.nbytes = 0
 
-    def add(self, slot: DenseSlot) -> None:
-        self.slots.append(slot)
-        self.nbytes += slot.nbytes
-
 
 class Bucket:
     """A flat buffer of gradients of one dtype and device. Complex numbers are sent as pairs of real ones.
@@ -181,9 +177,11 @@ class Bucket:
         Returns:
             Whether :meth:`copy_in` is to be called.
         """
-        self._waiting.add(slot)
+        waiting = self._waiting
+        waiting.slots.append(slot)
+        waiting.nbytes += slot.nbytes
         # The last gradient is copied when the bucket is packed, together with the flags.
-        return self.streams is None or (self._waiting.nbytes >= _WAITING_BYTES and self.missing > 1)
+        return self.streams is None or (waiting.nbytes >= _WAITING_BYTES and self.missing > 1)
 
     def copy_in(self, channel: Communicator, scale: float) -> None:
         """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from towers.system.autograd_hooks import GradientHook
 from towers.system.memory_layout import gradient_dtype
 from towers.system.named import Named
 from towers.system.torch_private import DisableTorchFunctionSubclass
@@ -43,9 +44,21 @@ class Slot:
         arrived: whether autograd has finished its gradient of this backward.
         unsynced: whether gradients of this tower alone were accumulated in it (``no_sync``).
         averaged: the number of the last average for which any tower had a gradient of it.
+        hook: reports its gradients; None for a parameter of whole numbers.
     """
 
-    __slots__ = ("arrived", "averaged", "device", "dtype", "name", "parameter", "shape", "trainable", "unsynced")
+    __slots__ = (
+        "arrived",
+        "averaged",
+        "device",
+        "dtype",
+        "hook",
+        "name",
+        "parameter",
+        "shape",
+        "trainable",
+        "unsynced",
+    )
 
     def __init__(self, named: Named) -> None:
         self.name = named.name
@@ -56,6 +69,7 @@ class Slot:
         self.arrived = False
         self.unsynced = False
         self.averaged = 0
+        self.hook: GradientHook | None = None
 
     @property
     def gradient(self) -> Tensor | None:

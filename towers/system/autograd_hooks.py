@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from towers.system.torch_private import current_autograd_node, last_gradient_hook, queue_callback
+from towers.system.torch_private import current_autograd_node, queue_callback
 
 _Owner = TypeVar("_Owner")
 
@@ -23,12 +23,16 @@ class GradientHook:
     Args:
         parameter: a leaf, trainable or not, because it may be unfrozen at any time. It is not kept alive.
         call: called with the parameter.
+
+    Attributes:
+        id: torch's present id of this hook. It runs last if it is :func:`last_gradient_hook` of the parameter.
     """
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
         self._parameter = weakref.ref(parameter)
         self._call = call
         self._handle = self._register(parameter)
+        self.id: int = self._handle.id
 
     def _register(self, parameter: Tensor) -> Any:
         trainable = parameter.requires_grad
@@ -37,15 +41,12 @@ class GradientHook:
         parameter.requires_grad_(trainable)
         return handle
 
-    def is_last(self, parameter: Tensor) -> bool:
-        """Returns whether no other hook of the parameter runs after this one."""
-        return bool(last_gradient_hook(parameter) == self._handle.id)
-
     def come_last(self) -> None:
         """Moves this hook behind all other present hooks of the parameter. It must not be called during a backward."""
         if (parameter := self._parameter()) is not None:
             self._handle.remove()
             self._handle = self._register(parameter)
+            self.id = self._handle.id
 
     def remove(self) -> None:
         """Stops calling back."""

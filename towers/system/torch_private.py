@@ -62,6 +62,10 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+current_stream_of: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+"""Returns the current stream of an accelerator by its index, without the checks of ``torch.accelerator``."""
+
+
 def last_gradient_hook(parameter: Tensor) -> int:
     """Returns the id of the hook that runs last after a gradient's accumulation; torch shows the order nowhere else."""
     last: int = next(reversed(parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
