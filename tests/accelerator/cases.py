@@ -11,6 +11,8 @@ import functools
 import hashlib
 import os
 import pathlib
+import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -407,24 +409,34 @@ def batch_norm_over_both(dtypes: list[str]) -> list[float]:
     raise AssertionError("towers went through different layers, and nobody said so")
 
 
-def wait_between_buckets_and_batch_norm(who: str) -> list[float]:
-    """Parameters after steps in which the chief waits for its device when the first bucket is full.
+def wait_between_buckets_and_batch_norm(who: str, shard_optimizer: bool = False, seed: int = 0) -> list[float]:
+    """Parameters after steps in which a tower waits for its device when the first bucket is full.
 
     In the backward, a batch norm over all towers follows the first bucket.
 
     Args:
         who: uses the parameters of that bucket: "first", or "all" towers.
+        seed: of the tower that waits, and of the order in which the towers reach each place.
     """
-    strategy = mirrored.MirroredStrategy(seed=0, communication=mirrored.CommunicationOptions(bucket_bytes=64))
+    options = mirrored.CommunicationOptions(bucket_bytes=64)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=options, shard_optimizer=shard_optimizer)
+    draw = random.Random(f"{seed} {strategy.topology.index}")
+
+    def come_late() -> None:
+        time.sleep(draw.choice([0.0, 0.0, 0.005, 0.02]))
+
     with strategy.scope(sync_batch_norm=True):
         first, norm, extra = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
         model = torch.nn.ModuleList([first, norm, extra]).to(strategy.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
-    if strategy.device.type != "cpu" and strategy.is_chief:
+    if strategy.device.type != "cpu" and strategy.topology.index == seed % 2:
         norm.register_full_backward_pre_hook(lambda *_: torch.accelerator.synchronize())
+    for module in (first, norm, extra):
+        module.register_full_backward_pre_hook(lambda *_: come_late())
 
     def step() -> None:
+        come_late()
         optimizer.zero_grad()
         hidden = norm(first(x))
         output = extra(hidden) if who == "all" or strategy.is_chief else hidden

@@ -163,11 +163,13 @@ def test_batch_norm_over_both(way: str, on_both: OnBoth) -> None:
     on_both(cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], way=way)
 
 
+@pytest.mark.parametrize("shard_optimizer", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("who", ["all", "first"])
+@pytest.mark.parametrize("seed", range(3))
 def test_a_host_may_wait_for_its_device_before_a_batch_norm(
-    who: str, way: str, server: Server, on_both: OnBoth
+    seed: int, who: str, shard_optimizer: bool, way: str, server: Server, on_both: OnBoth
 ) -> None:
-    numbers = on_both(cases.wait_between_buckets_and_batch_norm, who, way=way)
+    numbers = on_both(cases.wait_between_buckets_and_batch_norm, who, shard_optimizer, seed, way=way)
     expected, _ = server.towers_once(cases.wait_between_buckets_and_batch_norm, who, devices=["cpu:0", "cpu:1"])
     torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
 
