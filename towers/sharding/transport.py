@@ -174,7 +174,8 @@ class PlacedParameters(ShardTransport):
             self._addresses, self._templates = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for slot in _dense(slots):
             self.allocate(slot.bucket, keys)
-            self._move(slot)
+            if not self.is_placed(slot):
+                self._move(slot)
 
     @abstractmethod
     def drop_memory(self, keys: Keys) -> None:
@@ -190,16 +191,15 @@ class PlacedParameters(ShardTransport):
 
     def restore_places(self, slots: Sequence[Slot]) -> None:
         for slot in _dense(slots):
-            if (parameter := slot.parameter()) is not None and parameter in self._addresses:
+            parameter = slot.parameter()
+            assert parameter is not None
+            if self._addresses.get(parameter) not in (None, parameter.data_ptr()):
                 self._move(slot)
 
     def _move(self, slot: DenseSlot) -> None:
-        parameter = slot.parameter()
+        parameter, memory = slot.parameter(), self.memory_of(slot)
         assert parameter is not None
-        if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
-            return  # with another dtype, the buckets are laid out again
-        memory = self.memory_of(slot)
-        if memory is not None:
+        if memory is not None and parameter.dtype == slot.dtype:  # with another, the buckets are laid out again
             # It keeps the strides that it had when it was sharded, because its state is in their order.
             template = self._templates.setdefault(parameter, parameter.detach().to("meta"))
             place = view_like(template, memory)
