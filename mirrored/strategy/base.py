@@ -287,7 +287,8 @@ class Strategy(Records):
         """
         self._check_here("reduce()")
         with range_("mirrored::reduce"):
-            result = values.reduce(self.communicator, operation_name(op), value, axis)
+            calls = self.engine.repeated_calls
+            result = values.reduce(self.communicator, operation_name(op), value, axis, calls=calls)
         interceptor().returned(f"strategy.reduce({operation_name(op)!r})", result)
         return result
 

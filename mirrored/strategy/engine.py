@@ -87,6 +87,7 @@ class Engine:
         local: counts local steps and synchronises parameters, if towers step independently.
         counter: counts backward passes, if checkpoints need their number.
         recorder: the recorded modules and parameters.
+        repeated_calls: compares calls that steps repeat, if hosts need not wait for each other; otherwise None.
         is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
     """
@@ -113,6 +114,7 @@ class Engine:
         self.local: LocalTraining | None = None
         channel = comm.channel() if self._several and way is None else comm
         calls = RepeatedCalls(comm)
+        self.repeated_calls = calls if comm.only_queues and way is None else None
         transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
             from towers.sharding.choosing import transport_for

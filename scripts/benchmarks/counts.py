@@ -151,6 +151,12 @@ def _accumulating_ddp(work: Work) -> Step:
     return train_step
 
 
+def _reducing(work: Work) -> Step:
+    """A step whose loss is reduced over the towers."""
+    step = work.ours()
+    return lambda: work.strategy.reduce("sum", step())
+
+
 def _saving(work: Work) -> Step:
     """A checkpoint."""
     model, optimizer = work.scoped(work.strategy)
@@ -187,6 +193,7 @@ MORE: dict[str, Callable[[Work], Step]] = {
     "ours-unused": lambda work: _WithUnused(work.case, work.strategy).ours(),
     "DDP-unused": lambda work: _WithUnused(work.case, work.strategy).ddp(find_unused_parameters=True),
     "central": lambda work: work.ours(steps.strategy("auto", mirrored.CentralStorageStrategy)),
+    "ours-reduce": _reducing,
     "save": _saving,
 }
 VARIANTS |= MORE

@@ -304,6 +304,47 @@ def step_sharded(who: str) -> list[float]:
     return flat(model.parameters())
 
 
+def reduce_in_steps(differs: str) -> list[float]:
+    """What steps reduce, without waiting for the device or for other hosts; then the chief reduces something else.
+
+    Args:
+        differs: how the chief's last reduction differs: "nothing", "shape" or "operation".
+    """
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
+    reduced: list[Tensor] = []
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"), global_batch_size=16)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            loss = strategy.run(step)
+            reduced.append(strategy.reduce("sum", {"loss": loss, "twice": loss.expand(2)})["loss"])
+            reduced.append(strategy.reduce("max", loss))
+
+    train(3)
+    started = strategy.communicator.count if hasattr(strategy.communicator, "count") else 0
+    with waiting_is_an_error():
+        train(3)
+    if started:  # three collectives a step, of the sum, the largest value and whether any is not a number
+        assert strategy.communicator.count - started == 9
+    loss = strategy.run(step)
+    if strategy.is_chief and differs == "shape":
+        strategy.reduce("sum", loss.expand(3))
+    op = "max" if strategy.is_chief and differs == "operation" else "sum"
+    strategy.reduce(op, {"loss": loss, "twice": loss.expand(2)})
+    train(20)
+    return flat(reduced)
+
+
 def watch_without_waiting() -> list[float]:
     """Steps with a monitor, which must not make the host wait for the device before it reports; what that says."""
     strategy = mirrored.MirroredStrategy(seed=0)

@@ -91,6 +91,25 @@ def test_a_chief_that_does_something_alone_with_sharded_parameters_is_an_error(
         server.towers(cases.step_sharded, who, devices=pair, way="collectives")
 
 
+def test_hosts_do_not_wait_for_each_other_to_repeat_a_reduction(way: str, server: Server, on_both: OnBoth) -> None:
+    expected, _ = server.towers_once(cases.reduce_in_steps, "nothing", devices=["cpu:0", "cpu:1"])
+    torch.testing.assert_close(on_both(cases.reduce_in_steps, "nothing", way=way), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ("shape", r"tower 0 calls reduce\('sum', axis=None\) of \* \(float32 \[3\]\), tower 1 calls reduce\('sum'"),
+        ("operation", r"tower 0 calls reduce\('max', axis=None\) of .*, tower 1 calls reduce\('sum', axis=None\) of"),
+    ],
+)
+def test_a_chief_that_reduces_something_else_is_an_error(
+    differs: str, message: str, server: Server, pair: list[str]
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        server.towers(cases.reduce_in_steps, differs, devices=pair, way="collectives")
+
+
 def test_a_weight_that_multiplies_a_loss_is_an_error(on_both: OnBoth) -> None:
     assert "is multiplied or divided by a value that has a gradient" in on_both(cases.multiply_a_loss, way="host")
 

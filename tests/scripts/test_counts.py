@@ -81,13 +81,14 @@ def launches(counts: dict[str, float]) -> float:
 
 def test_a_step_of_a_resnet_is_as_lean_as_those_of_others() -> None:
     """A ResNet has many small tensors, and BatchNorm."""
-    of = counted("resnet-8", "bare,ours,DDP,sharded,FSDP2,ZeRO,ours-sync-bn,DDP-sync-bn,save")
+    of = counted("resnet-8", "bare,ours,DDP,sharded,FSDP2,ZeRO,ours-sync-bn,DDP-sync-bn,ours-reduce,save")
     ours, ddp, sharded, scattered = of["ours"], of["DDP"], of["sharded"], (of["FSDP2"], of["ZeRO"])
     assert launches(ours) <= launches(of["bare"]) + 5
     assert launches(ours) <= launches(ddp)
     assert launches(sharded) <= launches(of["bare"]) + 6
     assert launches(sharded) <= 1.05 * min(map(launches, scattered))
-    for counts in (ours, sharded):
+    assert of["ours-reduce"]["collectives"] == ours["collectives"] + 1
+    for counts in (ours, sharded, of["ours-reduce"]):
         assert counts["sent_mb"] == pytest.approx(ddp["sent_mb"], rel=1e-3)
         assert (counts["waits"], counts["host_collectives"]) == (0, 0)
     assert ours["early"] == pytest.approx(ddp["early"], abs=0.002)

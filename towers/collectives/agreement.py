@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.system.text import name_towers
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,16 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
                 )
 
 
-class RepeatedCalls:
-    """Calls that scripts make in every step, such as steps of optimizers: towers do not wait for each other each time.
+_REPEATS = 8  # backwards after which a call counts as new again
+_LONGEST = 64  # calls between two backwards that are kept one by one
 
-    A call is announced, unless it was made before the last backward, too. Then it is only noted, and the notes of the
-    towers are compared with their backwards (:class:`towers.gradients.usage.Comparison`). A tower that waits in another
-    call finds the difference sooner, in heartbeats (:func:`towers.health.deadlock.find_different_calls`).
+
+class RepeatedCalls:
+    """Calls that scripts repeat in their steps: towers between accelerators do not wait for each other each time.
+
+    A call is announced when it is new: it was not made before the last backwards, too. Otherwise, it is only noted, and
+    the notes of the towers are compared with their backwards (:class:`towers.gradients.usage.Comparison`). A tower that
+    waits in another call finds the difference sooner, in heartbeats (:mod:`towers.health.deadlock`).
 
     Args:
         comm: a communicator of the towers.
@@ -116,8 +123,9 @@ class RepeatedCalls:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._before: frozenset[str] = frozenset()  # made between the last two backwards
-        self._made: list[str] = []  # since the last one
+        self._backwards = 0
+        self._made: list[str] = []  # since the last backward
+        self._newest: dict[str, int] = {}  # by call: the number of backwards before it was made last
 
     def make(self, call: str) -> None:
         """Announces or notes a call.
@@ -125,10 +133,27 @@ class RepeatedCalls:
         Raises:
             DisagreementError: on all towers, if it is new and others make another call.
         """
+        self.make_by(call, lambda: self.announce(call))
+
+    def make_by(self, call: str, announce: Callable[[], _T]) -> _T | None:
+        """Calls ``announce`` if a call is new, and returns its result; None: the call is a repetition, and was noted.
+
+        If ``announce`` raises an exception on all towers, it was no call.
+        """
+        before = self._comm.health.calls
         self._comm.health.number(call)
-        if call not in self._before:
-            self.announce(call)
+        result = None
+        if call not in self._newest:
+            try:
+                result = announce()
+            except BaseException:
+                self._comm.health.calls = before
+                raise
+        self._newest[call] = self._backwards
         self._made.append(call)
+        if len(self._made) == _LONGEST:
+            self._made = [f"makes {_LONGEST} calls ({digest_of(self._made)})"]
+        return result
 
     def announce(self, call: str) -> None:
         """Announces a call in any case (:func:`announce`)."""
@@ -136,8 +161,9 @@ class RepeatedCalls:
 
     def take(self) -> list[str]:
         """Returns the calls since the last backward, when the next one begins."""
+        self._backwards += 1
+        self._newest = {call: at for call, at in self._newest.items() if at > self._backwards - _REPEATS}
         made, self._made = self._made, []
-        self._before = frozenset(made)
         return made
 
 

@@ -204,12 +204,14 @@ class Communicator(PeerGroup):
             only sum, otherwise 1.
         may_overlap: whether averages may run in parallel with the computation, in the order of submission. Otherwise
             they all run when the first is awaited.
+        only_queues: whether hosts only queue collectives of the device's tensors, and do not wait for each other.
         bucket_bytes: the intended size of gradient buckets.
     """
 
     backend: str
     prescale: float = 1.0
     may_overlap: bool = True
+    only_queues: bool = False
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     @abstractmethod

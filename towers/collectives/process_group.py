@@ -82,6 +82,7 @@ class ProcessGroupCommunicator(Communicator):
         self._average = dist.ReduceOp.AVG if complete else dist.ReduceOp.SUM
         self.prescale = 1.0 if complete else 1.0 / self.size
         self.may_scatter = complete and wire_dtype == "same"
+        self.only_queues = device.type != "cpu" and backend != "gloo"
         if backend == "gloo":
             self.bucket_bytes = GLOO_BUCKET_BYTES
         self._group: Any = group

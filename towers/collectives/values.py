@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce_with_body
+from towers.collectives.agreement import RepeatedCalls, announce_with_body
 from towers.collectives.communicator import Communicator, InStep, as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
@@ -54,7 +54,14 @@ def to_leaf(value: Any) -> _Leaf:
     raise TypeError(f"a value of type {type(value).__name__} cannot be reduced or gathered; use tensors or numbers")
 
 
-def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str | None = None) -> Any:
+def reduce(
+    comm: Communicator,
+    op: str,
+    tree: Any,
+    axis: Axis = None,
+    call: str | None = None,
+    calls: RepeatedCalls | None = None,
+) -> Any:
     """Reduces a nested value over all towers. All towers get the result.
 
     Args:
@@ -65,6 +72,8 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str 
         axis: None reduces across towers only. An int or a tuple also reduces those dimensions of each tower's value
             ("mean" divides by the number of elements of all towers together).
         call: a description of the call for users. Default: the name and arguments of this function.
+        calls: if they are given, hosts do not wait for each other to repeat a reduction of the same values on
+            accelerators.
 
     Returns:
         The structure of ``tree``. Sums and products of integers and booleans are int64. Their means have torch's
@@ -81,7 +90,8 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str 
         return [str(tensor.dtype), list(reduced.shape), count]
 
     call = call or f"reduce({op!r}, axis={axis})"
-    leaves, described, bodies = _announce_leaves(comm, call, tree, describe, local)
+    # With an axis, the values of the towers may be of different sizes.
+    leaves, described, bodies = _announce_leaves(comm, call, tree, describe, local, calls if axis is None else None)
     _check_equal(call, described, lambda leaf: leaf[:2])
     totals = _combine(comm, op, local) if bodies is None else _combine_here(op, local, bodies)
     results = []
@@ -255,7 +265,7 @@ def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) 
         if not_numbers is not None:  # backends treat NaN differently in min and max; torch's result is NaN
             anywhere = not_numbers.to(torch.uint8)
             comm.all_reduce(anywhere, "max")
-            flat[anywhere.bool()] = math.nan
+            flat.masked_fill_(anywhere.bool(), math.nan)  # an index would make the host wait
 
     return together(tensors, reduce_flat)
 
@@ -280,6 +290,7 @@ def _announce_leaves(
     tree: Any,
     describe: Callable[[Tensor], list[Any]],
     local: list[Tensor] | None = None,
+    calls: RepeatedCalls | None = None,
 ) -> tuple[list[_Leaf], list[list[Any]], list[bytes] | None]:
     """Announces this tower's call to all towers.
 
@@ -299,7 +310,18 @@ def _announce_leaves(
             details["inline"] = True
     except Exception as error:
         problem = error
-    replies = announce_with_body(comm, call, details, body, problem)
+    on_device = problem is not None or (leaves and all(leaf.tensor.device.type != "cpu" for leaf in leaves))
+    if calls is None or not on_device:
+        replies = announce_with_body(comm, call, details, body, problem)
+    else:
+        text = call
+        if problem is None:
+            values = ", ".join(f"{dtype.removeprefix('torch.')} {shape}" for dtype, shape, _ in details["leaves"])
+            text = f"calls {call} of {details['structure']} ({values})"
+        made = calls.make_by(text, lambda: announce_with_body(comm, call, details, body, problem))
+        if made is None:
+            return leaves, [details["leaves"]] * comm.size, None
+        replies = made
     for tower, reply in enumerate(replies):
         if reply.details["structure"] != replies[0].details["structure"]:
             raise DisagreementError(
