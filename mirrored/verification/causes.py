@@ -108,6 +108,10 @@ class Cause(enum.Enum):
         "seed them first (torch.manual_seed, random.seed, numpy.random.seed), or create the strategy before: below it, "
         "all towers draw the same",
     )
+    HASH_ORDER = (
+        "hash-order",
+        "sort what has no order, as in sorted(set(…)), and use zlib.crc32 or hashlib in place of hash()",
+    )
     SHARED_RANDOM_STREAM = (
         "shared-random-stream",
         "do not seed the generators inside or between the calls of run (torch.manual_seed and the like): the strategy "

@@ -45,14 +45,44 @@ Rerun = Callable[[int, Interventions], Sequence[Trace] | None]
 
 _NONE = Interventions()
 
+_HASH_SEEDS = 1, 2, 3
 
-def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
+
+def explain(strict: RunComparison, rerun: Rerun, hashes: Sequence[int] = ()) -> tuple[RunComparison, list[Explanation]]:
     """Returns all causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
         strict: the comparison of one tower with N that the user requested.
         rerun: runs the script again.
+        hashes: the lines of the script that depend on the hashes of strings.
     """
+    comparison, explanations = _explain_seeds(strict, rerun)
+    if hashes and not explanations:
+        explanations = _known(_by_hashes(hashes, rerun))
+    return comparison, explanations
+
+
+def _by_hashes(lines: Sequence[int], rerun: Rerun) -> Explanation | None:
+    """Explains that runs differ in which strings have other hashes (see [Note: the order of sets])."""
+    first, *others = (_alone(rerun, Interventions(hash_seed=seed)) for seed in _HASH_SEEDS)
+    for other in others:
+        if first is None or other is None:
+            continue
+        comparison = compare(first, [other])
+        if (difference := comparison.first) is None and facts.other_data(comparison) is None:
+            continue
+        what = "the batches are" if difference is None else f"the {difference.kind} of step {difference.step + 1} is"
+        return Explanation(
+            Cause.HASH_ORDER,
+            f"{what} not the same in processes in which strings have other hashes, as on two hosts or after a restart",
+            "further runs on one tower",
+            where=facts.in_lines("a set or hash()", lines),
+        )
+    return None
+
+
+def _explain_seeds(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
+    """Returns the same as :func:`explain`, for hashes of one process."""
     if "seeds" in strict.one.left_out and _differs(strict):  # see [Note: random numbers above the strategy]
 
         def seeded(count: int, interventions: Interventions) -> Sequence[Trace] | None:
@@ -85,7 +115,7 @@ def _is_better(after: RunComparison, before: RunComparison) -> bool:
 
 
 def _explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
-    """Returns the same as :func:`explain`, for towers that draw the same random numbers above the strategy."""
+    """Returns the same as :func:`_explain_seeds`, for towers that draw the same random numbers above the strategy."""
     if not strict.one.steps and any(call.trained for call in strict.one.calls):
         strict, rerun = _again(strict, rerun, _by_hand) or (strict, rerun)
     one, many = strict.one, strict.many

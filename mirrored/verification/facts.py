@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -122,6 +124,20 @@ def nothing_compared(one: Trace) -> Explanation:
     elif not one.steps:
         what += ", and calls neither strategy.reduce nor strategy.gather"
     return Explanation(Cause.NOTHING_TRAINED, what, advice=advice)
+
+
+def uses_of_hashes(script: str) -> list[int]:
+    """Returns the lines of a script that make a set or name ``hash``."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError), open(script, "rb") as file:
+        return sorted(
+            {
+                node.lineno
+                for node in ast.walk(ast.parse(file.read()))
+                if isinstance(node, (ast.Set, ast.SetComp))
+                or (isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"))
+            }
+        )
+    return []
 
 
 def unseeded(comparison: RunComparison) -> Explanation:
@@ -346,10 +362,12 @@ def _split_twice(comparison: RunComparison, first: str, shown: str) -> Explanati
 
 def lines_with_towers(trace: Trace) -> str:
     """Returns the lines of the script that read the number of towers, in words."""
-    lines = trace.counts_towers
-    if not lines:
-        return ""
-    return f" (num_replicas_in_sync is in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})"
+    return in_lines("num_replicas_in_sync", trace.counts_towers)
+
+
+def in_lines(what: str, lines: Sequence[int]) -> str:
+    """Returns the lines of the script in which something is, in words."""
+    return f" ({what} is in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})" if lines else ""
 
 
 def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:

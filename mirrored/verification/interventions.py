@@ -9,6 +9,11 @@ rates and integers have no rounding errors.
 numbers, unless the script seeds them. In the first run on N towers, each tower has another seed until then. If that run
 differs from one tower's, and a further run with one seed does not, the numbers should have been seeded.
 
+[Note: the order of sets] Strings have other hashes in each process, so the elements of a set have another order on each
+host, and after a restart. Towers that verify starts have the hashes of one process. So if a script uses a set or
+``hash()``, it is run on one tower in new processes with three seeds of the hashes. The seeds are fixed, so that the
+answer does not depend on chance.
+
 [Note: what rounding hides is repeated in float64] A mistake may be as small as the effect of rounding: a mean of means
 over shares of 7 and 6, for example, in a model with BatchNorm. If rounding may explain a difference, both runs are
 repeated in float64, in which it is a billion times smaller. The script does not know: its factories, casts and batches
@@ -71,6 +76,7 @@ class Interventions:
             of torch.
         one_seed: whether all towers start with one seed. Otherwise, each tower starts with another one, as without
             verify.
+        hash_seed: the seed of the hashes of strings; None: that of this process.
         recorded: whether the run is recorded. Otherwise, the script is only ended after the steps.
     """
 
@@ -86,6 +92,7 @@ class Interventions:
     double: bool = False
     by_hand: bool = False
     one_seed: bool = False
+    hash_seed: int | None = None
     recorded: bool = True
 
 

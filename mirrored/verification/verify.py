@@ -29,7 +29,7 @@ from mirrored.verification.report import VerificationReport, make_report
 from mirrored.verification.trace import Raised, Trace
 from towers import errors
 from towers.health import failure
-from towers.launching.launch import launch
+from towers.launching.launch import launch, launch_from_new_process
 from towers.system import devices as towers_devices
 from towers.system import machine
 
@@ -131,7 +131,8 @@ def verify(
     if float64:
         comparison = dataclasses.replace(comparison, double=True)
     if not job.kept:
-        comparison, explanations = explain(comparison, rerun)
+        hashes = [] if "PYTHONHASHSEED" in os.environ else facts.uses_of_hashes(file)
+        comparison, explanations = explain(comparison, rerun, hashes)
     if job.kept:  # read in the first runs, or in another run
         failed = facts.failure(comparison)
         explanations = [files.not_comparable(job.kept), *([failed] if failed is not None else [])]
@@ -207,7 +208,12 @@ class ScriptJob:
         with tempfile.TemporaryDirectory(prefix="mirrored-verify-") as folder:
             self.begins.append(os.stat(folder).st_mtime)
             arguments = (self, folder, interventions or Interventions())
-            traces = launch(_run, arguments, devices=self.devices[:towers], timeout=self.timeout)
+            if interventions is None or interventions.hash_seed is None:
+                traces = launch(_run, arguments, devices=self.devices[:towers], timeout=self.timeout)
+            else:
+                variables = {"PYTHONHASHSEED": str(interventions.hash_seed)}
+                how = {"devices": self.devices[:towers], "timeout": self.timeout}
+                traces = launch_from_new_process(variables, _run, arguments, **how)
             with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _KEPT), encoding="utf-8") as notes:
                 self.kept.extend(dict.fromkeys(notes.read().splitlines()))
             return traces

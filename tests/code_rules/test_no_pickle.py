@@ -124,4 +124,4 @@ def test_launch_reads_pickles_where_its_own_processes_answer_only() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("loads", "load", "recv", "recv_bytes")
         if ast.unparse(node) != "json.loads"
     }
-    assert readers == {"_be_tower", "_describe", "exit_code_of"}
+    assert readers == {"_be_tower", "_describe", "exit_code_of", "launch_from_new_process"}

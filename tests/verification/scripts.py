@@ -19,6 +19,11 @@ IN_ORDER = RIGHT.but(train="strategy.distribute_dataset(data, 8)")
 REDUCED = RIGHT.but(run='loss = strategy.reduce("sum", strategy.run(train_step, args=batch))')
 SHORT = IN_ORDER.but(epochs="4", steps=2)
 
+CLASSES = """\
+names = "cat dog bird fish lion wolf bear frog".split()
+classes = {}"""
+CLASSIFIED = "TensorDataset(inputs, torch.tensor([classes.index(names[i % 8]) % 3 for i in range(24)]))"
+
 ACCUMULATING = IN_ORDER.but(
     examples=40,
     after=f"""\
@@ -304,6 +309,9 @@ if strategy.is_chief:
         before="torch.manual_seed(1)\ntrue = torch.randn(5, 3)",
         data="TensorDataset(inputs, (inputs @ true).argmax(1))",
     ),
+    "order of a set": SHORT.but(Cause.HASH_ORDER, before=CLASSES.format("list(set(names))"), data=CLASSIFIED),
+    "numbers of hashes": SHORT.but(Cause.HASH_ORDER, before=CLASSES.format("sorted(names, key=hash)"), data=CLASSIFIED),
+    "order of a sorted set": SHORT.but(before=CLASSES.format("sorted(set(names))"), data=CLASSIFIED),
     "random order": SHORT.but(Cause.RANDOM_IN_RUN, loss=AVERAGE.format(f"{LOSSES} * (1 + torch.randperm(len(x)))")),
     # Values of a share, which are none of the batch.
     "spread of the share": SHORT.but(

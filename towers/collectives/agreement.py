@@ -106,16 +106,16 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
                 )
 
 
-_REPEATS = 8  # backwards after which a call counts as new again
+_REPEATS = 8  # backwards
 _LONGEST = 64  # calls between two backwards that are kept one by one
 
 
 class RepeatedCalls:
-    """Calls that scripts repeat in their steps: towers between accelerators do not wait for each other each time.
+    """Calls that scripts repeat in their steps, for which hosts of accelerators do not wait for each other each time.
 
-    A call is announced when it is new: it was not made before the last backwards, too. Otherwise, it is only noted, and
-    the notes of the towers are compared with their backwards (:class:`towers.gradients.usage.Comparison`). A tower that
-    waits in another call finds the difference sooner, in heartbeats (:mod:`towers.health.deadlock`).
+    A call is announced, unless it was also made during the last :data:`_REPEATS` backwards. Then it is only noted, and
+    the notes of the towers are compared with their next backwards (:class:`towers.gradients.usage.Comparison`). A tower
+    that waits in another call finds the difference sooner, in heartbeats (:mod:`towers.health.deadlock`).
 
     Args:
         comm: a communicator of the towers.
@@ -136,9 +136,9 @@ class RepeatedCalls:
         self.make_by(call, lambda: self.announce(call))
 
     def make_by(self, call: str, announce: Callable[[], _T]) -> _T | None:
-        """Calls ``announce`` if a call is new, and returns its result; None: the call is a repetition, and was noted.
+        """Returns the result of ``announce``, or None if the call was only noted.
 
-        If ``announce`` raises an exception on all towers, it was no call.
+        If ``announce`` raises an exception, which it does on all towers, the call was not made.
         """
         before = self._comm.health.calls
         self._comm.health.number(call)

@@ -139,6 +139,44 @@ def launch(
     return [attempt.results[tower] for tower in range(count)]
 
 
+def launch_from_new_process(
+    variables: Mapping[str, str], fn: Callable[..., Any], args: Sequence[Any], **options: Any
+) -> list[Any]:
+    """Calls :func:`launch` in a new process, and returns its results.
+
+    Args:
+        variables: environment variables that Python reads when it starts.
+        fn, args, options: arguments of :func:`launch`.
+
+    Raises:
+        TowerFailedError: the process has ended without results, after it has printed why.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_results, args=(sender, fn, args, options))
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        process.start()
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+        os.environ.update(before)
+    sender.close()
+    try:
+        results: list[Any] = receiver.recv()
+    except EOFError:
+        raise TowerFailedError("the process that starts the towers has ended", 0) from None
+    finally:
+        receiver.close()
+        process.join()
+    return results
+
+
+def _send_results(sender: Connection, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    sender.send(launch(fn, args, **options))
+
+
 class _Towers(Attempt):
     """Towers that the fork server has started. A tower has ended when it has replied or its pipe is closed.
 
