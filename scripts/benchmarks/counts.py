@@ -371,10 +371,12 @@ def main(arguments: Sequence[str]) -> None:
     chosen = "mlp-64,resnet-64,transformer-16"
     parser = command.parser("counts", __doc__, turns=30, towers=None, cases=models.CASES, chosen=chosen)
     usual = [name for name in VARIANTS if name not in MORE]
-    parser.add_argument("--variants", type=command.names, default=usual, help=", ".join(VARIANTS))
+    parser.add_argument("--variants", type=command.names, default=usual, help="all; or of " + ", ".join(VARIANTS))
     parser.add_argument("--simulated", action="store_true", help="on the simulated device of the tests")
     parser.add_argument("--traces", help="a folder for the profiler's records")
     options = parser.parse_args(arguments)
+    if options.variants == ["all"]:
+        options.variants = list(VARIANTS)
     if "RANK" in os.environ:
         _inside(options)
         return
