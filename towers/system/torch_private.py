@@ -62,7 +62,9 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-current_stream_of: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+current_stream_of: Callable[[int], torch.Stream] = getattr(
+    torch._C, "_accelerator_getStream", torch.accelerator.current_stream
+)
 """Returns the current stream of an accelerator by its index, without the checks of ``torch.accelerator``."""
 
 
