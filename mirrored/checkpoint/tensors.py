@@ -91,7 +91,7 @@ class FileLayout:
 
     def copy_to(self, memory: Tensor) -> None:
         """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long."""
-        end, from_devices = 0, CopyFromDevices.of(self.nbytes)
+        end, from_devices = 0, CopyFromDevices(self.nbytes)
         for tensor in self._tensors.values():
             target = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
@@ -106,7 +106,7 @@ class FileLayout:
 
 def bytes_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the bytes of each tensor, on the CPU. The host waits for a device once, and not for each tensor."""
-    from_devices = CopyFromDevices.of(sum(tensor.nbytes for tensor in tensors))
+    from_devices = CopyFromDevices(sum(tensor.nbytes for tensor in tensors))
     rows = []
     for tensor in tensors:
         data = as_bytes(tensor)

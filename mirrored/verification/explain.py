@@ -63,21 +63,18 @@ def explain(strict: RunComparison, rerun: Rerun, hashes: Sequence[int] = ()) -> 
 
 
 def _by_hashes(lines: Sequence[int], rerun: Rerun) -> Explanation | None:
-    """Explains that runs differ in which strings have other hashes (see [Note: the order of sets])."""
+    """Explains that runs differ if strings have other hashes (see [Note: the order of sets])."""
     first, *others = (_alone(rerun, Interventions(hash_seed=seed)) for seed in _HASH_SEEDS)
     for other in others:
         if first is None or other is None:
             continue
-        comparison = compare(first, [other])
-        if (difference := comparison.first) is None and facts.other_data(comparison) is None:
-            continue
-        what = "the batches are" if difference is None else f"the {difference.kind} of step {difference.step + 1} is"
-        return Explanation(
-            Cause.HASH_ORDER,
-            f"{what} not the same in processes in which strings have other hashes, as on two hosts or after a restart",
-            "further runs on one tower",
-            where=facts.in_lines("a set or hash()", lines),
-        )
+        if (what := _difference_of_runs(first, other)) is not None:
+            return Explanation(
+                Cause.HASH_ORDER,
+                f"{what} not the same if strings have other hashes, as on two hosts or after a restart",
+                "further runs on one tower",
+                where=facts.in_lines("a set or hash()", lines),
+            )
     return None
 
 
@@ -229,16 +226,21 @@ def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) 
     again = _alone(rerun, _NONE)
     if again is None:
         return None
-    comparison = compare(one, [again], tolerance)
-    first = comparison.first
-    if first is None and facts.other_data(comparison) is None:
+    if (what := _difference_of_runs(one, again, tolerance)) is None:
         return None
-    what = f"the {first.kind} of step {first.step + 1}" if first is not None else "the batches"
     return Explanation(
         Cause.NOT_REPRODUCIBLE,
-        f"two runs on one tower differ, too: {what} is not the same although both runs start from one seed",
+        f"two runs on one tower differ, too: {what} not the same although both runs start from one seed",
         "a further run on one tower",
     )
+
+
+def _difference_of_runs(one: Trace, again: Trace, tolerance: float | None = None) -> str | None:
+    """Returns the first difference of two runs on one tower, with its verb, or None if they are equal."""
+    comparison = compare(one, [again], tolerance)
+    if (first := comparison.first) is not None:
+        return f"the {first.kind} of step {first.step + 1} is"
+    return "the batches are" if facts.other_data(comparison) is not None else None
 
 
 def _rounding(what: str) -> Explanation:

@@ -6,7 +6,8 @@ gathered), with DDP and ``ZeroRedundancyOptimizer``, and with a bare loop. Count
 
 - kernels: without those of NCCL; copies and fills (memcpy, memset) have their own columns
 - events, stream_waits: recorded, and awaited by a stream
-- collectives between devices, host_collectives (Gloo), and sent_mb, the megabytes that devices' collectives were given
+- collectives between devices, and host_collectives (Gloo)
+- sent_mb: the megabytes that a tower sends in a ring of many towers, in which an all-reduce sends its bytes twice
 - waits: calls of CUDA in which the host waits for the device
 - early: share of those megabytes that were started before the host had queued the last gradient's computation
 - memory_mb: the peak in a step, of parameters, gradients, the optimizer's state and all else
@@ -48,8 +49,8 @@ WARM_UP = 12  # DDP waits for timers of its own in its first ten steps
 IN_TURNS = ("bare", "ours", "DDP")
 BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 """Of an element, by the profiler's name of the dtype."""
-_WIRE = {"all-reduce": 2}
-"""How often a collective sends its bytes, if not once."""
+_WIRE = {"all-reduce": 2, "allreduce": 2}
+"""How often a collective sends its bytes, if not once: by its name on the simulated device, and in the profiler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,7 @@ def count(events: Sequence[dict[str, Any]]) -> Counts:
         args = event.get("args", {})
         if event["name"] == "record_param_comms" and args.get("Collective name") not in (None, "", "wait", "barrier"):
             elements = max(int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0)))
-            size = elements * BYTES.get(str(args.get("dtype")), 4) / 1e6
+            size = elements * BYTES.get(str(args.get("dtype")), 4) / 1e6 * _WIRE.get(args["Collective name"], 1)
             megabytes["all"] += size
             megabytes["early"] += size if event["ts"] < end else 0
     host = [e["name"] for e in of("user_annotation") if e["name"].startswith("gloo:") and e["name"] != "gloo:barrier"]
@@ -280,7 +281,7 @@ def _measure(case: str, variant: str, sim: Any) -> tuple[Counts, list[Any]]:
     gc.collect()
     before = _memory(sim)[0]
     step = VARIANTS[variant](Work(case, steps.strategy("auto")))
-    for _ in range(WARM_UP if sim is None else 4):
+    for _ in range(WARM_UP if sim is None else 4):  # DDP has no timers on the simulated device
         step()
     steps.finish()
     (torch.cuda.reset_peak_memory_stats if sim is None else sim.reset_peak_memory)()

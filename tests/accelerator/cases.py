@@ -278,7 +278,7 @@ def step_sharded(who: str) -> list[float]:
     """Sharded steps of parameters of which some share their memory: the parameters.
 
     Args:
-        who: does something alone in the tenth step: "nobody"; "looks", if the chief reads a gradient; "repeats", if it
+        who: does something alone in the tenth step: "none"; "looks", if the chief reads a gradient; "repeats", if it
             repeats the call for a step of the optimizer.
     """
     options = mirrored.CommunicationOptions(bucket_bytes=512)
@@ -295,7 +295,7 @@ def step_sharded(who: str) -> list[float]:
         if number == 10 and strategy.is_chief and who == "looks":
             model[0].weight.grad.norm()
         if number == 10 and strategy.is_chief and who == "repeats":
-            strategy.engine.averager._calls.make("steps Adam number 0 with 4 parameters")
+            strategy.engine.repeated_calls.compare("steps Adam number 0 with 4 parameters")
         optimizer.step()
 
     for number in range(30):

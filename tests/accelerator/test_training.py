@@ -71,8 +71,8 @@ def test_sharded_gradients_are_clipped_as_on_the_cpu(way: str, server: Server, o
 
 
 def test_a_parameter_that_shares_its_memory_is_sharded_where_it_is(way: str, server: Server, on_both: OnBoth) -> None:
-    expected, _ = server.towers_once(cases.step_sharded, "nobody", devices=["cpu:0", "cpu:1"])
-    torch.testing.assert_close(on_both(cases.step_sharded, "nobody", way=way), expected, rtol=1e-5, atol=1e-5)
+    expected, _ = server.towers_once(cases.step_sharded, "none", devices=["cpu:0", "cpu:1"])
+    torch.testing.assert_close(on_both(cases.step_sharded, "none", way=way), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_a_call_is_announced_until_it_is_repeated() -> None:
     calls = calls_of(announced)
     for _ in range(3):
         for call in ("steps", "reduces", "reduces"):
-            calls.make(call)
+            calls.compare(call)
         assert calls.take() == ["steps", "reduces", "reduces"]
     assert announced == ["steps", "reduces"]
 
@@ -28,18 +28,18 @@ def test_a_call_is_announced_until_it_is_repeated() -> None:
 def test_a_call_is_new_again_after_eight_backwards_without_it() -> None:
     announced: list[str] = []
     calls = calls_of(announced)
-    calls.make("reduces")
+    calls.compare("reduces")
     for backwards, times in ((7, 1), (8, 2)):
         for _ in range(backwards):
             calls.take()
-        calls.make("reduces")
+        calls.compare("reduces")
         assert len(announced) == times
 
 
 def test_a_call_that_is_refused_is_none() -> None:
     """All towers refuse it, and the script may catch the error: the numbers stay equal."""
     calls = calls_of([])
-    calls.make("steps")
+    calls.compare("steps")
     before = calls._comm.health.calls
 
     def refuse() -> None:
@@ -47,7 +47,7 @@ def test_a_call_that_is_refused_is_none() -> None:
 
     for _ in range(2):
         with pytest.raises(ValueError, match="^$"):
-            calls.make_by("reduces", refuse)
+            calls.compare_by("reduces", refuse)
     assert calls._comm.health.calls == before == ((0, "steps"),)
     assert calls.take() == ["steps"]
 
@@ -56,10 +56,10 @@ def test_many_calls_are_kept_as_one() -> None:
     """An evaluation may reduce without end, between two backwards."""
     one, other = calls_of([]), calls_of([])
     for number in range(200):
-        one.make("reduces")
-        other.make("reduces" if number != 70 else "steps")
+        one.compare("reduces")
+        other.compare("reduces" if number != 70 else "steps")
     kept, others = one.take(), other.take()
     assert kept != others
     assert len(kept) < 64
-    assert kept[0].startswith("makes 64 calls")
+    assert kept[0].startswith("runs 64 calls")
     assert one._comm.health.calls[-1] == (199, "reduces")

@@ -52,7 +52,7 @@ def test_a_record_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         stream_waits=1,
         collectives=2,
         host_collectives=1,
-        sent_mb=4.0,
+        sent_mb=8.0,
         waits=1,
         early=0.25,
     )

@@ -9,9 +9,12 @@
 // that are not blocking are queued, from and to pinned memory as they are; pageable memory is read at once, as CUDA
 // stages it.
 //
+// Records. While record() is on, each kernel, copy, allocation, event, wait and collective is recorded, in order.
+//
 // Operators run on the CPU, by copies. Their inputs are read when all work of the current stream is done; their results
 // are queued, so another stream sees them only if it waits.
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -20,10 +23,9 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include "world.h"
@@ -200,13 +202,13 @@ class Drawing {
   at::Tensor outside_;
 };
 
-// Kernels that CUDA starts for lists of tensors: so many tensors, and so many chunks of them, fit into one
-// (ATen/native/cuda/MultiTensorApply.cuh).
-size_t kernels_for(const std::vector<at::TensorList>& lists) {
+// The number of kernels that CUDA starts for as many lists of tensors as this one: a kernel takes a limited number of
+// tensors, and of chunks of them (ATen/native/cuda/MultiTensorApply.cuh).
+size_t kernels_for(const std::vector<at::Tensor>& list, size_t lists) {
   constexpr int64_t kChunk = 65536, kChunks = 320, kTensors[] = {110, 64, 48, 36, 30};
-  int64_t most = kTensors[std::min<size_t>(lists.size(), 5) - 1], tensors = 0, chunks = 0;
+  int64_t most = kTensors[std::min<size_t>(lists, 5) - 1], tensors = 0, chunks = 0;
   size_t kernels = 0;
-  for (const auto& tensor : lists[0]) {
+  for (const auto& tensor : list) {
     if (tensor.numel() == 0) continue;
     ++tensors;
     for (int64_t left = (tensor.numel() + kChunk - 1) / kChunk; left > 0;) {
@@ -225,13 +227,13 @@ size_t kernels_for(const std::vector<at::TensorList>& lists) {
 
 void note_kernels(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   if (!world().recording) return;
-  std::vector<std::vector<at::Tensor>> lists;
-  for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size()))
-    if (argument.isTensorList()) lists.push_back(argument.toTensorVector());
   size_t kernels = 1;
   if (op.schema().name().find("_foreach_") != std::string::npos) {
-    if (!op.schema().returns().empty()) lists.push_back(lists[0]);  // the results
-    kernels = kernels_for({lists.begin(), lists.end()});
+    size_t lists = !op.schema().returns().empty();  // the results
+    std::vector<at::Tensor> list;
+    for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size()))
+      if (argument.isTensorList() && ++lists) list = argument.toTensorVector();
+    kernels = kernels_for(list, lists);
   }
   for (size_t i = 0; i < kernels; ++i) note("kernel", op.schema().name());
 }
@@ -371,7 +373,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {back(a), back(b), back(c)};
 }
 
-// Lists of tensors go to one operator, as on CUDA, and not to one for each tensor.
+// Sends lists of tensors to one operator, as on CUDA, and not to one for each tensor.
 void take_lists() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
@@ -394,7 +396,8 @@ void record() {
 py::list recorded() {
   world().recording = false;
   py::list records;
-  for (const auto& [kind, name, bytes, stream] : world().records) records.append(py::make_tuple(kind, name, bytes, stream));
+  for (const auto& [kind, name, bytes, stream] : world().records)
+    records.append(py::make_tuple(kind, name, bytes, stream));
   return records;
 }
 

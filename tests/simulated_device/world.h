@@ -44,7 +44,7 @@ struct Event {
   uint64_t number;
 };
 
-// What happened on a device, or to it, while the script asked to record that.
+// An event on a device, or a call of the script about it (device.cpp).
 struct Record {
   std::string kind, name;
   size_t bytes;
@@ -89,7 +89,7 @@ void note_always(const char* kind, const std::string& name, size_t bytes) {
   world().records.push_back({kind, name, bytes, current_stream[current_device]});
 }
 
-// The calls by which an operator is carried out here are none of the script's.
+// Ignores the calls with which this simulation carries out an operator.
 void note(const char* kind, const std::string& name, size_t bytes = 0) {
   if (!in_operator) note_always(kind, name, bytes);
 }

@@ -113,9 +113,10 @@ _LONGEST = 64  # calls between two backwards that are kept one by one
 class RepeatedCalls:
     """Calls that scripts repeat in their steps, for which hosts of accelerators do not wait for each other each time.
 
-    A call is announced, unless it was also made during the last :data:`_REPEATS` backwards. Then it is only noted, and
-    the notes of the towers are compared with their next backwards (:class:`towers.gradients.usage.Comparison`). A tower
-    that waits in another call finds the difference sooner, in heartbeats (:mod:`towers.health.deadlock`).
+    A call is announced, unless the tower has also run it during the last :data:`_REPEATS` backwards. Then it is only
+    noted, and the towers' notes are compared together with their next backwards
+    (:class:`towers.gradients.usage.Comparison`). A tower whose host waits in another call detects the difference
+    sooner, in heartbeats (:mod:`towers.health.deadlock`).
 
     Args:
         comm: a communicator of the towers.
@@ -124,21 +125,21 @@ class RepeatedCalls:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._backwards = 0
-        self._made: list[str] = []  # since the last backward
-        self._newest: dict[str, int] = {}  # by call: the number of backwards before it was made last
+        self._noted: list[str] = []  # since the last backward
+        self._newest: dict[str, int] = {}  # by call: the number of backwards before its last run
 
-    def make(self, call: str) -> None:
-        """Announces or notes a call.
+    def compare(self, call: str) -> None:
+        """Compares a call with the other towers': announces it, or notes it.
 
         Raises:
             DisagreementError: on all towers, if it is new and others make another call.
         """
-        self.make_by(call, lambda: self.announce(call))
+        self.compare_by(call, lambda: self.announce(call))
 
-    def make_by(self, call: str, announce: Callable[[], _T]) -> _T | None:
+    def compare_by(self, call: str, announce: Callable[[], _T]) -> _T | None:
         """Returns the result of ``announce``, or None if the call was only noted.
 
-        If ``announce`` raises an exception, which it does on all towers, the call was not made.
+        If ``announce`` raises an exception, it does so on all towers, and none of them counts the call.
         """
         before = self._comm.health.calls
         self._comm.health.number(call)
@@ -150,9 +151,9 @@ class RepeatedCalls:
                 self._comm.health.calls = before
                 raise
         self._newest[call] = self._backwards
-        self._made.append(call)
-        if len(self._made) == _LONGEST:
-            self._made = [f"makes {_LONGEST} calls ({digest_of(self._made)})"]
+        self._noted.append(call)
+        if len(self._noted) == _LONGEST:
+            self._noted = [f"runs {_LONGEST} calls ({digest_of(self._noted)})"]
         return result
 
     def announce(self, call: str) -> None:
@@ -163,8 +164,8 @@ class RepeatedCalls:
         """Returns the calls since the last backward, when the next one begins."""
         self._backwards += 1
         self._newest = {call: at for call, at in self._newest.items() if at > self._backwards - _REPEATS}
-        made, self._made = self._made, []
-        return made
+        noted, self._noted = self._noted, []
+        return noted
 
 
 class StepRequests:

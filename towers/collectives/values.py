@@ -72,8 +72,8 @@ def reduce(
         axis: None reduces across towers only. An int or a tuple also reduces those dimensions of each tower's value
             ("mean" divides by the number of elements of all towers together).
         call: a description of the call for users. Default: the name and arguments of this function.
-        calls: if they are given, hosts do not wait for each other to repeat a reduction of the same values on
-            accelerators.
+        calls: compares repeated reductions on accelerators, so that hosts do not wait for each other. None: hosts
+            always wait.
 
     Returns:
         The structure of ``tree``. Sums and products of integers and booleans are int64. Their means have torch's
@@ -318,10 +318,10 @@ def _announce_leaves(
         if problem is None:
             values = ", ".join(f"{dtype.removeprefix('torch.')} {shape}" for dtype, shape, _ in details["leaves"])
             text = f"calls {call} of {details['structure']} ({values})"
-        made = calls.make_by(text, lambda: announce_with_body(comm, call, details, body, problem))
-        if made is None:
+        announced = calls.compare_by(text, lambda: announce_with_body(comm, call, details, body, problem))
+        if announced is None:
             return leaves, [details["leaves"]] * comm.size, None
-        replies = made
+        replies = announced
     for tower, reply in enumerate(replies):
         if reply.details["structure"] != replies[0].details["structure"]:
             raise DisagreementError(

@@ -225,7 +225,7 @@ class GradientAverager(GradientReducer):
             when_backward_is_done(self._finish)
         hook = slot.hook
         assert hook is not None
-        is_last = last_gradient_hook(parameter) == hook.id
+        is_last = last_gradient_hook(parameter) == hook.handle.id
         if cycle.arrive(slot, parameter, gradient, is_last):
             if self._arrivals is not None:
                 self._arrivals.append(slot.name)

@@ -161,6 +161,10 @@ class Bucket:
         """The number of elements of whose multiples slots start."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
+    def padded_numel(self, towers: int) -> int:
+        """Returns the elements of the gradients, padded to equal chunks, one for each tower."""
+        return chunk_numel(self.numel, self.dtype.itemsize, towers) * towers
+
     @property
     def chunks(self) -> Tensor:
         """The part of the memory before the tail: equal chunks, one for each tower."""
@@ -328,7 +332,7 @@ class Bucket:
                 slot.install(parameter)
 
     def _allocate(self, channel: Communicator) -> None:
-        start = chunk_numel(self.numel, self.dtype.itemsize, channel.size) * channel.size
+        start = self.padded_numel(channel.size)
         numel = start + len(self.slots) + self.units + 1 + BITS
         self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
         self.tail = self.buffer[start:]

@@ -336,7 +336,7 @@ class Cycle:
             continues = touched == layout.trainable_units  # no tower can have touched more
             self._start(last, reduction, Summary(touched, continues, []))
             used = all(all(bucket.flags[: len(bucket.slots)]) for bucket in self._started)
-            bits = backward + self.backward.bits_of_calls()
+            bits = backward + self.backward.bits_of_digest()
             self._comparison.note(Passed(bits, str(self.backward), continues and used))
             counts = self._await(reduction)
             if not continues:

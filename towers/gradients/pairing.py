@@ -45,7 +45,7 @@ class BackwardCounter:
         health: contains this tower's present run.
 
     Attributes:
-        digest: a number that depends on all backwards so far, without their batches.
+        digest: a number that depends on all backwards so far and the calls before them, without batches.
     """
 
     def __init__(self, health: Health) -> None:
@@ -61,7 +61,7 @@ class BackwardCounter:
         """Counts a backward that starts.
 
         Args:
-            calls: calls since the last one that the towers must have made, too.
+            calls: this tower's calls since the last one (:class:`towers.collectives.agreement.RepeatedCalls`).
         """
         self._calls = calls
         if self._run != self._health.run:
@@ -78,10 +78,9 @@ class BackwardCounter:
         bits = [bit for number in numbers for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]]
         return bits + [False] * (BITS - len(bits))
 
-    def bits_of_calls(self) -> list[bool]:
-        """Returns bits and their opposites that depend on the calls before this backward."""
-        digest = zlib.crc32("\n".join(self._calls).encode())
-        return [bit for half in (0, 8) for bit in _OF_BYTE[digest >> half & 255]]
+    def bits_of_digest(self) -> list[bool]:
+        """Returns bits of the digest, each followed by its opposite."""
+        return [bit for half in (0, 8) for bit in _OF_BYTE[self.digest >> half & 255]]
 
     def __str__(self) -> str:
         run = f", in call {self._run} of strategy.run," if self._run != self._step else ""

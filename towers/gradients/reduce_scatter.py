@@ -117,7 +117,7 @@ class ScatteredChunks(ReduceScatter):
 
     def _fetch(self, buckets: Sequence[Bucket], agreed: bool) -> None:
         if not agreed:
-            self._calls.make(_USES)
+            self._calls.compare(_USES)
         for bucket in buckets:
             self._group.gather_chunks(bucket.chunks)
 

@@ -18,6 +18,7 @@ a collective passes its deadline           ``timeout_messages.timeout_error`` qu
 a tower loops forever                      the same: a collective of the others passes its deadline (600 s)
 towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadlock`` publishes it; all of them raise a
                                            ``DeadlockError`` in ``Health.check_deadlock``
+a tower waits for a GPU's in another call  the same, by ``deadlock.find_different_calls``
 a step passes its deadline                 ``heartbeat._watch_steps`` reports a ``StepTimeoutError``, and ends the tower
 NCCL finds an error or a timeout           ``collectives/nccl_watch.py`` reports it and ends the process
 models differ when the programs end        ``mirrored/attached/last_check.py``, in the tower that ends last

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import multiprocessing
 import os
 import pathlib
@@ -42,6 +43,7 @@ DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up without a timeout of the caller's."""
 
 _GRACE = 2.5  # seconds for the other towers to report why they failed, after the first failure
+_STARTING = 60.0  # seconds for a new process to load torch and to end
 _DONE, _EXITED = 0.5, 30.0  # seconds until processes of towers that are done have ended; until an exit code is known
 
 
@@ -149,7 +151,8 @@ def launch_from_new_process(
         fn, args, options: arguments of :func:`launch`.
 
     Raises:
-        TowerFailedError: the process has ended without results, after it has printed why.
+        TowerFailedError: the process has ended without results, and has printed the reason; or it has exceeded the
+            timeout of ``options`` by a minute.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -163,12 +166,17 @@ def launch_from_new_process(
             os.environ.pop(name)
         os.environ.update(before)
     sender.close()
+    limit = options.get("timeout") or DEFAULT_TIMEOUT
     try:
+        if not receiver.poll(limit + _STARTING if math.isfinite(limit) else None):
+            raise TowerFailedError(f"the process that starts the towers was not done after {limit:g} s", 0)
         results: list[Any] = receiver.recv()
+        process.join(_EXITED)
     except EOFError:
         raise TowerFailedError("the process that starts the towers has ended", 0) from None
     finally:
         receiver.close()
+        process.kill()
         process.join()
     return results
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.agreement import RepeatedCalls, announce
-from towers.collectives.arithmetic import chunk_numel
 from towers.collectives.communicator import Communicator, InStep, as_bytes
 from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
@@ -179,7 +178,7 @@ class PlacedParameters(ShardTransport):
 
     @abstractmethod
     def drop_memory(self, keys: Keys) -> None:
-        """Drops the memory of the buckets of the layout before."""
+        """Drops the memory of the previous layout's buckets."""
 
     @abstractmethod
     def allocate(self, bucket: Bucket, keys: Keys) -> None:
@@ -215,8 +214,7 @@ class PlacedParameters(ShardTransport):
 class GatheredParameters(PlacedParameters):
     """Keeps parameters on an accelerator, where one collective for each bucket sends all towers' shards, in place.
 
-    A step of an optimizer is announced when it is new. Later ones do not wait for other hosts: the towers compare them
-    with their backwards.
+    The host does not wait for other hosts in a step that it repeats (:class:`RepeatedCalls`).
 
     A parameter that shares its memory on some tower, such as the weights of an RNN of cuDNN, stays where it is. The
     shards of its bucket are then packed and gathered, as in the base class.
@@ -234,7 +232,7 @@ class GatheredParameters(PlacedParameters):
         self._placed: set[int] = set()  # buckets whose sharded parameters are all in that memory, on all towers
 
     def barrier(self, purpose: str) -> None:
-        self._calls.make(purpose)
+        self._calls.compare(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         return True
@@ -252,8 +250,8 @@ class GatheredParameters(PlacedParameters):
 
     def allocate(self, bucket: Bucket, keys: Keys) -> None:
         if bucket.index not in self._memory:
-            size = chunk_numel(bucket.numel, bucket.dtype.itemsize, self.channel.size) * self.channel.size
-            self._memory[bucket.index] = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
+            numel = bucket.padded_numel(self.channel.size)
+            self._memory[bucket.index] = torch.zeros(numel, dtype=bucket.dtype, device=bucket.device)
 
     def memory_of(self, slot: DenseSlot) -> Tensor:
         return self._memory[slot.bucket.index][slot.start : slot.start + slot.numel]

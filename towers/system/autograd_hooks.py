@@ -25,14 +25,13 @@ class GradientHook:
         call: called with the parameter.
 
     Attributes:
-        id: torch's present id of this hook. It runs last if it is :func:`last_gradient_hook` of the parameter.
+        handle: torch's present handle. The hook runs last if ``handle.id`` is the parameter's ``last_gradient_hook``.
     """
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
         self._parameter = weakref.ref(parameter)
         self._call = call
-        self._handle = self._register(parameter)
-        self.id: int = self._handle.id
+        self.handle = self._register(parameter)
 
     def _register(self, parameter: Tensor) -> Any:
         trainable = parameter.requires_grad
@@ -44,13 +43,12 @@ class GradientHook:
     def come_last(self) -> None:
         """Moves this hook behind all other present hooks of the parameter. It must not be called during a backward."""
         if (parameter := self._parameter()) is not None:
-            self._handle.remove()
-            self._handle = self._register(parameter)
-            self.id = self._handle.id
+            self.handle.remove()
+            self.handle = self._register(parameter)
 
     def remove(self) -> None:
         """Stops calling back."""
-        self._handle.remove()
+        self.handle.remove()
 
 
 def when_backward_is_done(call: Callable[[], None]) -> None:

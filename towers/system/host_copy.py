@@ -41,11 +41,11 @@ class CopyFromDevices:
     for each tensor, and little memory is pinned.
 
     Args:
-        nbytes: the size of a buffer.
+        nbytes: the size of a buffer; 32 MiB if it is more.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self._nbytes = min(max(nbytes, 1), 2**25)
         self._filling: list[tuple[Tensor, Tensor]] = []  # parts of a buffer, and their places in memory
         self._full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None = None
         self._buffers: list[Tensor] = []
@@ -71,11 +71,6 @@ class CopyFromDevices:
         self._filling, self._used = [], 0
         self._buffers.reverse()
         self._empty(before)
-
-    @classmethod
-    def of(cls, nbytes: int) -> CopyFromDevices:
-        """Returns one for ``nbytes`` in all."""
-        return cls(min(max(nbytes, 1), 2**25))
 
     @staticmethod
     def _empty(full: tuple[torch.Event, list[tuple[Tensor, Tensor]]] | None) -> None:
