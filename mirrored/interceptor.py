@@ -24,6 +24,9 @@ class Interceptor:
         """Returns the devices for a strategy of a script that requests ``requested``."""
         return requested
 
+    def asynchronous(self, strategy: str) -> None:
+        """Is called with the name of a strategy whose numbers are not those of one device, before it starts."""
+
     def averaging(self, requested: Any) -> Any:
         """Returns a replacement for the strategy's exact averaging of all gradients in every step, or None."""
         return requested

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.evaluation.evaluator import is_evaluator
+from mirrored.interceptor import interceptor
 from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
@@ -97,6 +98,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         seed: int | None = None,
         startup_timeout_seconds: float = 300.0,
     ) -> None:
+        interceptor().asynchronous(type(self).__name__)
         resolver = cluster_resolver or TFConfigClusterResolver()
         super().__init__(seed=seed)
         self.cluster_resolver = resolver

@@ -65,6 +65,12 @@ class Cause(enum.Enum):
         "the script, or let the script start with new files",
         _CANNOT_TELL,
     )
+    ASYNCHRONOUS = (
+        "asynchronous",
+        "call the scheduled function by strategy.run of a mirrored.MirroredStrategy instead: verify then compares "
+        "the model, the loss and the data",
+        _CANNOT_TELL,
+    )
     NOTHING_TRAINED = "nothing-trained", "give verify a script that trains by an optimizer of torch.optim", _CANNOT_TELL
 
     # The loss.
@@ -74,6 +80,10 @@ class Cause(enum.Enum):
     DIVIDED_TWICE = "divided-twice", f"do not divide by the number of towers; or {_LOSSES}"
     LOSS_SCALE = "loss-scale", _LOSSES
     PAIRS_OF_EXAMPLES = "pairs-of-examples", f"compare each with the examples of all towers, which {_GATHER}"
+    GATHERED_WITHOUT_GRADIENT = (
+        "gathered-without-gradient",
+        "give the replica context's all_gather the tensor itself, not a detached one: it is differentiable",
+    )
     OVER_EXAMPLES = "over-examples", f"compute it from all towers' examples, which {_GATHER}"
 
     # The model.

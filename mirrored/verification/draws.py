@@ -10,8 +10,11 @@ generators change in any other way cannot be compared.
 
 from __future__ import annotations
 
+import linecache
 import random
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +23,11 @@ from torch import Tensor
 
 from mirrored import seeds
 from mirrored.shares import bounds
-from mirrored.verification.trace import Trace, digest_of
+from mirrored.verification.trace import Event, Happened, Trace, digest_of
 from towers.system import accelerator
 from towers.system import tree as trees
+
+_MOST_LINES = 100_000
 
 DRAWING = {
     *("rand", "randn", "randint", "normal", "bernoulli", "multinomial", "poisson", "randperm"),
@@ -43,6 +48,36 @@ def other_generators() -> dict[str, int]:
     numpy = trees.leaves(np.random.get_state(legacy=False))
     words = tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy)
     return {"Python's random": hash(random.getstate()), "numpy.random": hash(words)}
+
+
+def states() -> tuple[str, dict[str, int]]:
+    """Returns digests of the states of all generators of this process, except those of an accelerator."""
+    return generator_state(torch.device("cpu")), other_generators()
+
+
+def note_lines_that_draw(script: str, trace: Trace) -> None:
+    """Notes each line of a script that draws random numbers, until ``sys.settrace(None)``.
+
+    Lines that contain "seed" are left out. After many lines of Python code, no further ones are noted.
+    """
+    left, before, running, noted = _MOST_LINES, states(), 0, set[int]()
+
+    def note(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left, before, running
+        if frame.f_code.co_filename != script:
+            return None
+        left -= 1
+        if left <= 0:
+            sys.settrace(None)
+        if (now := states()) != before:
+            before = now
+            if running not in noted and "seed" not in linecache.getline(script, running):
+                noted.add(running)
+                trace.events.append(Event(Happened.DRAW_ABOVE, "", running, 0))
+        running = frame.f_lineno
+        return note
+
+    sys.settrace(note)
 
 
 def shapes_of(one: Trace) -> dict[tuple[int, int], tuple[int, ...]]:

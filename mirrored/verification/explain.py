@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from mirrored.verification import facts, proofs
@@ -32,7 +33,7 @@ from mirrored.verification.compare import (
     usual_tolerance,
 )
 from mirrored.verification.interventions import Interventions, LossFactor
-from mirrored.verification.trace import Trace
+from mirrored.verification.trace import HASHES, Happened, Trace
 
 _MOST_MISTAKES = 4
 
@@ -48,21 +49,20 @@ _NONE = Interventions()
 _HASH_SEEDS = 1, 2, 3
 
 
-def explain(strict: RunComparison, rerun: Rerun, hashes: Sequence[int] = ()) -> tuple[RunComparison, list[Explanation]]:
+def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
     """Returns all causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
         strict: the comparison of one tower with N that the user requested.
         rerun: runs the script again.
-        hashes: the lines of the script that depend on the hashes of strings.
     """
     comparison, explanations = _explain_seeds(strict, rerun)
-    if hashes and not explanations:
-        explanations = _known(_by_hashes(hashes, rerun))
+    if not explanations and HASHES[0] in strict.one.mentions and "PYTHONHASHSEED" not in os.environ:
+        explanations = _known(_by_hashes(strict.one, rerun))
     return comparison, explanations
 
 
-def _by_hashes(lines: Sequence[int], rerun: Rerun) -> Explanation | None:
+def _by_hashes(one: Trace, rerun: Rerun) -> Explanation | None:
     """Explains that runs differ if strings have other hashes (see [Note: the order of sets])."""
     first, *others = (_alone(rerun, Interventions(hash_seed=seed)) for seed in _HASH_SEEDS)
     for other in others:
@@ -73,7 +73,7 @@ def _by_hashes(lines: Sequence[int], rerun: Rerun) -> Explanation | None:
                 Cause.HASH_ORDER,
                 f"{what} not the same if strings have other hashes, as on two hosts or after a restart",
                 "further runs on one tower",
-                where=facts.in_lines("a set or hash()", lines),
+                where=facts.mentions_of(one, HASHES),
             )
     return None
 
@@ -88,7 +88,7 @@ def _explain_seeds(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
         many = seeded(len(strict.many), _NONE)
         if many is not None and _is_better(better := dataclasses.replace(strict, many=many), strict):
             comparison, explanations = _explain(better, seeded)
-            return comparison, [facts.unseeded(strict), *explanations]
+            return comparison, [facts.unseeded(strict, many[0]), *explanations]
     return _explain(strict, rerun)
 
 
@@ -301,7 +301,9 @@ def _candidates(
         padded = [dataclasses.replace(base, padding=forms) for base in bases]
         bases += padded
         yield from padded
-    if not present.skip_local_changes and any(change.steps <= at and not change.averaged for change in many[0].changes):
+    if not present.skip_local_changes and any(
+        change.steps <= at and not change.averaged for change in many[0].happened(Happened.CHANGE)
+    ):
         yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is LossFactor.NONE:
         yield from _loss_factors(comparison, at, bases)
@@ -330,7 +332,7 @@ def _unexplained(comparison: RunComparison, tried: Sequence[Interventions]) -> E
         return Explanation(
             Cause.STEPS,
             f"the script makes {len(one.steps)} steps on one tower, {len(many[0].steps)} on {len(many)}",
-            where=facts.lines_with_towers(one),
+            where=facts.mentions_of(one),
         )
     what = f"the {difference} at step {at + 1} differs by {difference.amount:.1e}"
     random = _random(comparison, what, at)
@@ -338,14 +340,21 @@ def _unexplained(comparison: RunComparison, tried: Sequence[Interventions]) -> E
         return random
     if comparison.changed_after_averaging(difference):
         return facts.changed_after_averaging(comparison, at, what)
+    if (constant := facts.without_gradient(many, difference, what)) is not None:
+        return constant
     if (pairs := facts.pairs_of_examples(one, many[0], what)) is not None:
         return pairs
     loss = proofs.first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
+    if gathers := [gather for gather in many[0].happened(Happened.GATHER) if gather.steps <= at]:
+        made += (
+            f" {gathers[0].what}{at_line(gathers[0].line)} gathers the examples of all towers: each tower's own begin "
+            "after those of the towers before it."
+        )
     return Explanation(
         Cause.UNKNOWN,
         f"{what}.{made} Ruled out: {'; '.join(_ruled_out(comparison, at, tried))}",
-        where=facts.lines_with_towers(one),
+        where=facts.mentions_of(one),
     )
 
 

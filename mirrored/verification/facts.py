@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 from mirrored.verification.causes import Cause, Explanation, at_line, first_names, plural
-from mirrored.verification.compare import RunComparison, differing_settings, setting_named
-from mirrored.verification.trace import Draw, RunCall, Sketch, Trace, comparable
+from mirrored.verification.compare import RunComparison, RunDifference, differing_settings, setting_named
+from mirrored.verification.trace import (
+    NUMBER_OF_TOWERS,
+    ONE_TOWER,
+    SCOPE,
+    Draw,
+    Happened,
+    RunCall,
+    Sketch,
+    Trace,
+    comparable,
+)
 from towers import errors
 
 # -- scripts that fail, or make no step ------------------------------------------------------------------
@@ -38,6 +46,7 @@ def failure(comparison: RunComparison) -> Explanation | None:
                 f"batch norm ({trace.raised.batch_norm}) takes the statistics of each tower's own examples, which "
                 "fails where a share is a single example; one tower takes those of the whole batch",
                 str(trace.raised),
+                where=mentions_of(one, SCOPE),
             )
     tower, first = min(raised, key=lambda failed: failed[1].consequence)
     error = f"on {len(many)} towers the script ends{at_line(first.line)} in {first}"
@@ -49,8 +58,8 @@ def failure(comparison: RunComparison) -> Explanation | None:
         if last.foreign:
             return Explanation(
                 Cause.OUTSIDE_SCOPE,
-                f"{first_names(last.foreign)} was created outside strategy.scope(), so its gradient is each tower's "
-                f"own, and {step} would let the towers drift apart; the script runs on one tower",
+                f"{_created_outside(trace, last.foreign)}, so the gradient is each tower's own, and {step} would let "
+                "the towers drift apart; the script runs on one tower",
                 error,
             )
         if last.unsynced:
@@ -78,11 +87,12 @@ def failure(comparison: RunComparison) -> Explanation | None:
         return twice
     if first.kind == errors.MirrorError.__name__:
         what = f"the towers are no longer mirror images{at_line(first.line)}: {first}"
-        return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, first.traceback)
+        return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, first.traceback, where=mentions_of(one, ONE_TOWER))
     return Explanation(
         Cause.FAILS_ON_TOWERS,
         f"the script runs on one tower, but on {len(many)} towers tower {tower} fails{at_line(first.line)}: {first}",
         first.traceback,
+        where=mentions_of(one, (*NUMBER_OF_TOWERS, *ONE_TOWER)),
     )
 
 
@@ -97,8 +107,14 @@ def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
 
 
 def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
-    """Explains that the script does not train, or does not use the towers."""
+    """Explains that the script does not train, does not use the towers, or trains by parameter servers."""
     one, many = comparison.one, comparison.many
+    for servers in one.happened(Happened.SERVERS):
+        return Explanation(
+            Cause.ASYNCHRONOUS,
+            f"this script cannot be compared: it trains with {servers.what}{at_line(servers.line)}, whose numbers are "
+            "not those of one device: they depend on which worker is first",
+        )
     if not one.steps and not one.results and not any(trace.steps for trace in many):
         return nothing_compared(one)
     if all(trace.towers != len(many) for trace in many):
@@ -126,23 +142,10 @@ def nothing_compared(one: Trace) -> Explanation:
     return Explanation(Cause.NOTHING_TRAINED, what, advice=advice)
 
 
-def uses_of_hashes(script: str) -> list[int]:
-    """Returns the lines of a script that make a set or name ``hash``."""
-    with contextlib.suppress(OSError, SyntaxError, ValueError), open(script, "rb") as file:
-        return sorted(
-            {
-                node.lineno
-                for node in ast.walk(ast.parse(file.read()))
-                if isinstance(node, (ast.Set, ast.SetComp))
-                or (isinstance(node, ast.Name) and node.id in ("set", "frozenset", "hash"))
-            }
-        )
-    return []
-
-
-def unseeded(comparison: RunComparison) -> Explanation:
-    """Explains that towers draw different random numbers before the strategy is created."""
+def unseeded(comparison: RunComparison, seeded: Trace) -> Explanation:
+    """Explains that towers draw different random numbers before the strategy is created, unless one seed is given."""
     first = comparison.first
+    lines = [draw.line for draw in seeded.happened(Happened.DRAW_ABOVE) if draw.line is not None]
     if (failed := failure(comparison)) is not None:
         shown = failed.what
     elif first is not None:
@@ -151,7 +154,8 @@ def unseeded(comparison: RunComparison) -> Explanation:
         shown = "the towers' data or results are not those of one tower"
     return Explanation(
         Cause.UNSEEDED,
-        f"each tower draws its own random numbers above the strategy, where nothing seeds them: {shown}",
+        f"each tower draws its own random numbers above the strategy{in_lines(lines)}, where nothing seeds them: "
+        f"{shown}",
         "a further run in which all towers started with one seed",
     )
 
@@ -173,8 +177,7 @@ def drift(many: Sequence[Trace]) -> Explanation | None:
             if foreign:
                 return Explanation(
                     Cause.OUTSIDE_SCOPE,
-                    f"{first_names(foreign)} was created outside strategy.scope(), and differs between the towers from "
-                    f"step {at + 1} on",
+                    f"{_created_outside(many[0], foreign)}, and differs between the towers from step {at + 1} on",
                     f"compared bit by bit at step {at + 1}",
                 )
             return _changed(many, at, moment, names)
@@ -187,11 +190,13 @@ def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) 
     The moment is the start of the ``run``, before the optimizer's ``step``, or after it (``end``).
     """
     steps = [trace.steps[at] for trace in many]
+    closure = moment == "end" and steps[0].closure
     if moment == "end" and (setting := next(differing_settings(steps), None)) is not None:
         return _other_settings(at, steps[0].line, setting[0], setting[2])
     if moment == "end":
         gradients = [{name: step.gradients.get(name) for name in names} for step in steps]
         what = "its gradient" if any(g != gradients[0] for g in gradients) else "the optimizer or its learning rate"
+        what = "the loss that the closure returns" if closure else what
         when = f"in step {at + 1}{at_line(steps[0].line)}, where {what} is not the same on all towers"
     elif moment == "step":
         when = f"in the run of step {at + 1}, before the optimizer's step"
@@ -202,7 +207,10 @@ def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) 
     if written is not None:
         return dataclasses.replace(written, shown_by=shown)
     what = f"the towers are no longer mirror images: {first_names(names)} is changed {when}"
-    return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, shown)
+    if closure:
+        advice = "return a loss from the closure that is equal on all towers: strategy.reduce('sum', loss)"
+        return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, shown, advice)
+    return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, shown, where=mentions_of(many[0], ONE_TOWER))
 
 
 def _other_settings(at: int, line: int | None, name: str, values: Sequence[float]) -> Explanation:
@@ -221,7 +229,9 @@ def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] |
     """Explains that only some towers have written to a parameter (or to one of ``names``) after step ``at``."""
     writers: dict[tuple[str, int | None], list[int]] = {}
     for tower, trace in enumerate(many):
-        for parameter, line in {(write.what, write.line) for write in trace.writes if write.steps == at}:
+        for parameter, line in {
+            (write.what, write.line) for write in trace.happened(Happened.WRITE) if write.steps == at
+        }:
             if names is None or parameter in names:
                 writers.setdefault((parameter, line), []).append(tower)
     for (parameter, line), towers in writers.items():
@@ -237,10 +247,8 @@ def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] |
 
 def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
     """Explains that a model that all towers evaluate differs between them. Models of only some towers may differ."""
-    for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
-        models = [
-            {name: digests for (at, name), digests in trace.evaluated_models.items() if at == steps} for trace in many
-        ]
+    for steps, evaluated in sorted(many[0].evaluated.items()):
+        models = [trace.evaluated[steps].models if steps in trace.evaluated else {} for trace in many]
         if any(model.keys() != models[0].keys() for model in models):
             continue
         for name, digests in models[0].items():
@@ -248,11 +256,13 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
             if differing:
                 return Explanation(
                     Cause.CHANGED_ON_ONE_TOWER,
-                    f"the towers evaluate {name} after step {steps}, but it differs between them: they differ in "
-                    f"{first_names(differing)}, although training is the same. An average of the weights that "
-                    "only the chief updates, for example, keeps its initial values on the other towers",
+                    f"the towers evaluate {name} after step {steps}{at_line(evaluated.line)}, but "
+                    f"it differs between them: they differ in {first_names(differing)}, although training is the "
+                    "same. An average of the weights that only the chief updates, for example, keeps its initial "
+                    "values on the other towers",
                     "compared bit by bit where it was called",
                     "update it identically on all towers, or use it on the chief alone",
+                    mentions_of(many[0], ONE_TOWER),
                 )
     return None
 
@@ -269,6 +279,21 @@ def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
                 "the shape of that line's result; no factor makes the losses equal",
             )
     return None
+
+
+def without_gradient(many: Sequence[Trace], difference: RunDifference, what: str) -> Explanation | None:
+    """Explains that examples are gathered for the loss in a way that lets no gradients through."""
+    gathers = many[0].happened(Happened.GATHER)
+    gathers = [gather for gather in gathers if gather.steps <= difference.step and not gather.averaged]
+    if difference.kind != "gradient" or not gathers:
+        return None
+    return Explanation(
+        Cause.GATHERED_WITHOUT_GRADIENT,
+        f"{what}, but the losses are equal. {gathers[0].what}{at_line(gathers[0].line)} is given values without a "
+        "gradient, so that each tower's loss is a constant of the other towers' examples, and their part of the "
+        "gradient is missing",
+        "a comparison of the losses and the gradients",
+    )
 
 
 def shared_stream(many: Sequence[Trace]) -> Explanation | None:
@@ -299,7 +324,7 @@ def changed_after_averaging(comparison: RunComparison, at: int, differs: str) ->
     """Explains that the script changes the averaged gradients of step ``at`` otherwise than on one tower."""
     changes = dict.fromkeys(
         f"{change.what}{at_line(change.line)}"
-        for change in comparison.many[0].changes
+        for change in comparison.many[0].happened(Happened.CHANGE)
         if change.steps == at and change.averaged
     )
     by = f", by {first_names(list(changes))}" if changes else ""
@@ -308,7 +333,7 @@ def changed_after_averaging(comparison: RunComparison, at: int, differs: str) ->
         f"{differs}: backward() has averaged it to one tower's, and the script then changes it otherwise than on one "
         f"tower{by}",
         "a comparison of the gradients after backward() and before the optimizer's step",
-        where=lines_with_towers(comparison.one),
+        where=mentions_of(comparison.one),
     )
 
 
@@ -340,6 +365,7 @@ def other_data(comparison: RunComparison) -> Explanation | None:
                 "splits it again",
                 "the examples given to run are the same; those given to the model are a part of them",
                 "use the whole batch that run was given",
+                mentions_of(comparison.one, (*NUMBER_OF_TOWERS, *ONE_TOWER)),
             )
     return None
 
@@ -355,19 +381,30 @@ def _split_twice(comparison: RunComparison, first: str, shown: str) -> Explanati
                 f"of {towers} towers, but {alone} on one, and each tower's part is split again, so that most "
                 f"examples are never used{first}",
                 shown,
-                where=lines_with_towers(comparison.one),
+                where=mentions_of(comparison.one),
             )
     return None
 
 
-def lines_with_towers(trace: Trace) -> str:
-    """Returns the lines of the script that read the number of towers, in words."""
-    return in_lines("num_replicas_in_sync", trace.counts_towers)
+def mentions_of(trace: Trace, words: Sequence[str] = NUMBER_OF_TOWERS) -> str:
+    """Returns, in words, the lines of the script that mention the number of towers, or others of :mod:`.mentions`."""
+    places = [f"{word} is in {_lines(trace.mentions[word])}" for word in words if word in trace.mentions]
+    return f" ({'; '.join(places)})" if places else ""
 
 
-def in_lines(what: str, lines: Sequence[int]) -> str:
-    """Returns the lines of the script in which something is, in words."""
-    return f" ({what} is in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))})" if lines else ""
+def _created_outside(trace: Trace, parameters: Sequence[str]) -> str:
+    was = "was" if len(parameters) == 1 else "were"
+    lines = {line for name in parameters if (line := trace.lines.get(name)) is not None}
+    return f"{first_names(parameters)} {was} created outside strategy.scope(){in_lines(sorted(lines))}"
+
+
+def in_lines(lines: Sequence[int]) -> str:
+    """Returns ``" (lines 1, 2)"``, or an empty string if no line is known."""
+    return f" ({_lines(lines)})" if lines else ""
+
+
+def _lines(lines: Sequence[int]) -> str:
+    return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines))}"
 
 
 def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:
@@ -384,6 +421,8 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
             "give fit the same batches on every tower and on any number of towers; it takes each tower's share itself"
         )
     elif together.total() == batch.total():
+        draws = dict.fromkeys(f"{draw.what}{at_line(draw.line)}" for draw in comparison.many[0].happened(Happened.DRAW))
+        sizes += f". {first_names(list(draws))} draws random numbers outside of run" if draws else ""
         advice = (
             "give every tower the same data, and draw random numbers for examples in the dataset's __getitem__, which "
             "are seeded per example, not in a collate_fn"
@@ -394,7 +433,7 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
         f"{(together - batch).total()} of the towers' are not in one tower's batch",
         "a comparison of the examples given to run, bit by bit",
         advice,
-        lines_with_towers(comparison.one),
+        mentions_of(comparison.one),
     )
 
 
@@ -418,7 +457,10 @@ def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
     what = f"{first_names(names)} after step {at + 1} differs from one tower's"
     if len({sketch.digest for sketch in sketches}) > 1:
         towers, relation = len(comparison.many), _together(one, sketches)
-        what += f": a buffer that each of the {towers} towers computes from its own examples{relation}"
+        what += (
+            f": a buffer that each of the {towers} towers computes from its own examples"
+            f"{at_line(comparison.many[0].lines.get(names[0]))}{relation}"
+        )
     return Explanation(
         Cause.BUFFER,
         what,

@@ -1,4 +1,4 @@
-"""The files of a script: those that an earlier run of verify has left, and the lines that a run writes.
+"""The files of a script: those that an earlier run of verify has left, and the lines and numbers that a run writes.
 
 Runs that read files of earlier runs, such as backups and caches, start differently, so they cannot be compared.
 
@@ -25,6 +25,8 @@ import torch
 
 from mirrored.verification.causes import Cause, Explanation, first_names
 from mirrored.verification.watch import is_called_by_us
+
+Report = Callable[[str, str | None], None]
 
 _open: Callable[..., Any] = io.open
 
@@ -75,7 +77,7 @@ def not_comparable(files: Sequence[str]) -> Explanation:
     )
 
 
-def report_output(report: Callable[[str, str | None], None]) -> None:
+def report_output(report: Report) -> None:
     """Reports the lines that the script prints or writes into text files, and the numbers that ``torch.save`` saves.
 
     Args:
@@ -87,11 +89,7 @@ def report_output(report: Callable[[str, str | None], None]) -> None:
     @functools.wraps(save)
     def save_(obj: Any, f: Any, *others: Any, **named: Any) -> None:
         if isinstance(obj, Mapping) and not is_called_by_us():
-            name = os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else "a file"
-            for key, value in obj.items():
-                number = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-                if isinstance(number, numbers.Real):  # also numpy's
-                    report(f"{key} {number}", name)
+            _report_numbers(obj, report, os.fsdecode(f) if isinstance(f, (str, os.PathLike)) else "a file")
         save(obj, f, *others, **named)
 
     torch.save = save_
@@ -117,20 +115,53 @@ def report_output(report: Callable[[str, str | None], None]) -> None:
     builtins.open = io.open = open_  # type: ignore[assignment]
 
 
-def report_summaries(report: Callable[[str, str | None], None]) -> bool:
-    """Reports every number that the script writes for TensorBoard, and returns whether the script has imported it."""
-    if (module := sys.modules.get("torch.utils.tensorboard.writer")) is None:
-        return False
+def report_trackers(report: Report, known: set[str]) -> None:
+    """Reports every number that the script gives to TensorBoard or Weights & Biases, once it has imported them.
+
+    Args:
+        report: as for :func:`report_output`.
+        known: the modules that were found by earlier calls.
+    """
+    for name, follow in _TRACKERS.items():
+        if name not in known and (module := sys.modules.get(name)) is not None:
+            known.add(name)
+            follow(module, report)
+
+
+def _follow_tensorboard(module: Any, report: Report) -> None:
     add = module.FileWriter.add_summary
 
+    @functools.wraps(add)
     def add_summary(writer: Any, summary: Any, *others: Any, **named: Any) -> None:
-        for value in summary.value:
-            if value.HasField("simple_value"):
-                report(f"{value.tag} {value.simple_value}", "TensorBoard")
+        simple = {value.tag: value.simple_value for value in summary.value if value.HasField("simple_value")}
+        _report_numbers(simple, report, "TensorBoard")
         add(writer, summary, *others, **named)
 
-    module.FileWriter.add_summary = add_summary  # type: ignore[attr-defined]
-    return True
+    module.FileWriter.add_summary = add_summary
+
+
+def _follow_wandb(module: Any, report: Report) -> None:
+    log = module.Run.log
+
+    @functools.wraps(log)
+    def log_(run: Any, data: Mapping[str, Any], *others: Any, **named: Any) -> None:
+        _report_numbers(data, report, "Weights & Biases")
+        log(run, data, *others, **named)
+
+    module.Run.log = log_
+    if module.run is not None:
+        module.log = module.run.log
+
+
+_TRACKERS = {"torch.utils.tensorboard.writer": _follow_tensorboard, "wandb": _follow_wandb}
+
+
+def _report_numbers(values: Mapping[Any, Any], report: Report, name: str) -> None:
+    """Reports each number of a dictionary as a line with its key."""
+    for key, value in values.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+        if isinstance(number, numbers.Real):  # also numpy's
+            report(f"{key} {number}", name)
 
 
 class _TextFile(io.TextIOWrapper):

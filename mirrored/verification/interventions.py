@@ -29,12 +29,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirrored.context import ReplicaContext
 from mirrored.verification.loss_graph import MOST_TERMS
-from mirrored.verification.padding import Form
-from mirrored.verification.trace import Settings
+from mirrored.verification.trace import Form, Settings, tensors_of
+from towers.system import tree as trees
 
 
 class LossFactor(enum.Enum):
@@ -149,3 +150,40 @@ class RoundingPerturbation:
         fraction, units = _HALF if output.dtype.itemsize <= 2 else _FULL
         chosen = torch.rand(output.shape, generator=self._generators[device], device=device) < fraction
         return output * (1 - units * torch.finfo(output.dtype).eps * chosen.to(output.dtype))
+
+
+def pad(arguments: Any, call: int, forms: Mapping[tuple[int, int], Form], shares: Sequence[tuple[int, int]]) -> Any:
+    """Returns the arguments of ``run``, with shares padded like one tower's batch.
+
+    Args:
+        call: the number of the call of ``run``.
+        forms: see :attr:`Interventions.padding`.
+        shares: the numbers of examples (this tower, all towers) in each batch in use.
+    """
+    numbers = iter(range(sum(1 for _ in tensors_of(arguments))))
+
+    def padded(leaf: Any) -> Any:
+        form = forms.get((call, next(numbers))) if isinstance(leaf, Tensor) else None
+        return leaf if form is None else _padded(leaf, form, shares)
+
+    return trees.map_leaves(padded, arguments)
+
+
+def padded_dims(shape: Sequence[int], form: Form, shares: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns the dimensions, except that of the examples, in which a share is shorter than one tower's batch."""
+    if len(shape) != len(form.shape):
+        return []
+    shorter = [d for d, (local, full) in enumerate(zip(shape, form.shape, strict=True)) if local < full]
+    examples = next((d for d in shorter if (shape[d], form.shape[d]) in shares), None)
+    if examples is None:
+        return []
+    return [d for d in shorter if d != examples and form.paddings[d] is not None]
+
+
+def _padded(tensor: Tensor, form: Form, shares: Sequence[tuple[int, int]]) -> Tensor:
+    for d in padded_dims(tensor.shape, form, shares):
+        padding, missing = form.paddings[d], form.shape[d] - tensor.shape[d]
+        assert padding is not None
+        widths = [0, 0] * (tensor.dim() - 1 - d) + ([missing, 0] if padding.before else [0, missing])
+        tensor = F.pad(tensor, widths, value=padding.number)
+    return tensor

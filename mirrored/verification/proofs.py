@@ -18,10 +18,9 @@ from mirrored.verification.compare import (
     relative,
     setting_named,
 )
-from mirrored.verification.facts import lines_with_towers
-from mirrored.verification.interventions import Interventions, LossFactor
-from mirrored.verification.padding import padded_dims
-from mirrored.verification.trace import Loss, Printed, Result, Term, Trace, comparable
+from mirrored.verification.facts import mentions_of
+from mirrored.verification.interventions import Interventions, LossFactor, padded_dims
+from mirrored.verification.trace import SCOPE, Happened, Loss, Printed, Result, Term, Trace, comparable
 
 _LOSS_CAUSES = (
     Cause.LOCAL_MEAN,
@@ -57,6 +56,7 @@ def proven(
                 f"batch norm ({first_names(many[0].steps[at].batch_norms)}) takes the statistics of each tower's own "
                 f"examples, not those of the global batch, from step {at + 1} on",
                 f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
+                where=mentions_of(comparison.one, SCOPE),
             )
         )
     if now.whole_batch and not before.whole_batch:
@@ -65,7 +65,8 @@ def proven(
         causes.append(
             Explanation(
                 Cause.PADDING,
-                f"padding counts: in step {at + 1} one tower pads the batch to {lengths[0]} entries, and "
+                f"padding counts: in step {at + 1}{_backward_of(many[0], at)} one tower pads the batch to {lengths[0]} "
+                "entries, and "
                 f"{len(many)} towers pad their shares to {listed(lengths[1])}, and the result depends on the "
                 "padding: the model reads it, or a mean divides by it",
                 f"a further run in which every share was padded as one tower's batch is: {outcome}",
@@ -107,7 +108,8 @@ def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] 
 
 
 def _local_change(many: Sequence[Trace], at: int, outcome: str) -> Explanation:
-    change = [change for change in many[0].changes if change.steps <= at and not change.averaged][-1]
+    changes = many[0].happened(Happened.CHANGE)
+    change = [change for change in changes if change.steps <= at and not change.averaged][-1]
     if change.what == "register_hook":
         what = f"a hook that register_hook{at_line(change.line)} puts on a parameter changes gradients"
     else:
@@ -131,6 +133,12 @@ def _losses_of(trace: Trace, at: int) -> list[Loss]:
 def first_loss(trace: Trace, at: int) -> Loss | None:
     """Returns the first loss of a step, or of the step before if several optimizers step after one backward."""
     return next(iter(_losses_of(trace, at)), None)
+
+
+def _backward_of(trace: Trace, at: int) -> str:
+    """Returns the line of a step's first backward, in words."""
+    loss = first_loss(trace, at)
+    return at_line(loss.line if loss else None, "backward()")
 
 
 def uneven_divisors(many: Sequence[Trace], at: int) -> list[float]:
@@ -180,7 +188,7 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
     many, towers, factor = comparison.many, len(comparison.many), now.loss
     loss = first_loss(many[0], at)
     alone, term = _batch_term(first_loss(comparison.one, at), loss, now.terms)
-    place = at_line(loss.line if loss else None, "backward()")
+    place = _backward_of(many[0], at)
     made = f"on tower 0 {'a summand of ' if now.terms else ''}the loss{place} is {term}"
     shown = f"a further run in which each tower's loss was multiplied by {factor.value}: {outcome}"
     if factor is LossFactor.SHARE:
@@ -212,7 +220,7 @@ def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) 
     averaged = f"{made}, and averaging the gradients divides by the {towers} towers"
     if _divides_by_towers(alone, term, towers):
         what = f"{averaged} once more: the gradients are 1/{towers} of one tower's"
-        return Explanation(Cause.DIVIDED_TWICE, what, shown, where=lines_with_towers(comparison.one))
+        return Explanation(Cause.DIVIDED_TWICE, what, shown, where=mentions_of(comparison.one))
     cause, what, scaled = Cause.LOSS_SCALE, f"the gradients are 1/{towers} of one tower's", term.chain[:-1]
     if _is_sum(term) and scaled == alone.chain[:-1]:
         cause, what = Cause.SUM_OVER_GLOBAL_BATCH, f"a sum is right where gradients are added up; here {what}"
@@ -233,7 +241,7 @@ def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
 
 def _setting(comparison: RunComparison, at: int, outcome: str) -> Explanation:
     one, many, towers = comparison.one.steps[at], comparison.many[0].steps[at], len(comparison.many)
-    lines = lines_with_towers(comparison.one)
+    lines = mentions_of(comparison.one)
     name, _, (alone, together) = next(differing_settings([one, many], comparison.tolerance))
     setting = setting_named(name)
     shown = f"a further run with one tower's settings of the optimizer: {outcome}"
@@ -341,16 +349,17 @@ def printed_value(
 
 def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:
     """Explains that the evaluation uses other examples than on one tower."""
-    for steps, examples in sorted(comparison.one.evaluated.items()):
-        alone = Counter(examples)
-        shares = [Counter(trace.evaluated.get(steps, [])) for trace in comparison.many]
+    for steps, evaluated in sorted(comparison.one.evaluated.items()):
+        alone = Counter(evaluated.examples)
+        shares = [Counter(t.evaluated[steps].examples if steps in t.evaluated else ()) for t in comparison.many]
         together = sum(shares, Counter())
         if together == alone or all(share == alone for share in shares) or not comparable(together, alone):
             continue
         more, fewer = together - alone, alone - together
         towers = plural(len(comparison.many), "tower")
         what = (
-            f"the evaluation after step {steps} takes {together.total()} examples on {towers}, {alone.total()} on one"
+            f"the evaluation after step {steps}{at_line(evaluated.line)} takes "
+            f"{together.total()} examples on {towers}, {alone.total()} on one"
         )
         shown = f"a comparison of the examples that the model was given, bit by bit; {differs}"
         if more and not fewer:

@@ -34,10 +34,13 @@ from mirrored.context import ReplicaContext, current_replica, strategy_with_towe
 from mirrored.data.dataset import MapDataset
 from mirrored.interceptor import Interceptor
 from mirrored.shares import Batch
-from mirrored.verification import draws, files, padding
-from mirrored.verification.interventions import Interventions, RoundingPerturbation, in_double
+from mirrored.verification import draws, files
+from mirrored.verification.interventions import Interventions, RoundingPerturbation, in_double, pad
 from mirrored.verification.trace import (
     Draw,
+    Evaluated,
+    Event,
+    Happened,
     Printed,
     Result,
     RunCall,
@@ -47,10 +50,12 @@ from mirrored.verification.trace import (
     Trace,
     digest_of,
     example_digests,
+    form_of,
     has_values,
     sketch,
+    tensors_of,
 )
-from mirrored.verification.watch import Watcher, in_a_graph, script_line
+from mirrored.verification.watch import Watcher, in_a_graph, is_called_by_us, script_line
 from towers.system import tree as trees
 from towers.system.devices import Device
 from towers.system.torch_private import pop_mode_temporarily
@@ -97,7 +102,7 @@ class StepLimit(Interceptor):
         self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
         self._may_step = False
         self.watching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        self._drawn_at_start = _generators()
+        self._drawn_at_start = draws.states()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -121,9 +126,15 @@ class StepLimit(Interceptor):
 
     def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
         """Returns the devices of this run, regardless of the script's. A strategy is about to be created."""
-        if _generators() != self._drawn_at_start:
+        sys.settrace(None)
+        if draws.states() != self._drawn_at_start:
             self.trace.left_out.add("seeds")
         return os.environ[DEVICES].split(",")
+
+    def asynchronous(self, strategy: str) -> None:
+        """Ends the script, whose steps depend on chance."""
+        self.trace.events.append(Event(Happened.SERVERS, strategy, script_line(), 0))
+        raise StopRecording
 
     def averaging(self, requested: Any) -> None:
         """Makes strategies average all gradients exactly in every step."""
@@ -179,10 +190,6 @@ class StepLimit(Interceptor):
             self.after_step(optimizer, self._steps[optimizer] <= self._limit)
 
 
-def _generators() -> tuple[str, dict[str, int]]:
-    return draws.generator_state(torch.device("cpu")), draws.other_generators()
-
-
 def _does_nothing(optimizer: Optimizer) -> bool:
     """Returns whether an optimizer has no parameters, or only wraps another one."""
     strategy = strategy_with_towers()
@@ -202,14 +209,16 @@ class TraceRecorder(StepLimit):
     def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
         super().__init__(limit, folder, further=not interventions.settings)
         self.watching = self._watcher = Watcher(self.trace, interventions)
+        self.trace.lines = self._watcher.modules.lines
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
-        self._reports_summaries = False
+        self._trackers: set[str] = set()
         self._evaluates = False  # the running call has called a module outside of training
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
         torch.export.export = self._unwatched()(torch.export.export)  # torch.onnx uses it, too
         ReduceLROnPlateau.step = self._watched(ReduceLROnPlateau.step)  # type: ignore[method-assign]
+        ReplicaContext.all_gather = self._noted(ReplicaContext.all_gather)  # type: ignore[method-assign]
 
     def _hook_modules(self) -> None:
         self._handles = [
@@ -223,6 +232,18 @@ class TraceRecorder(StepLimit):
         def recorded(schedule: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
             self.returned("ReduceLROnPlateau.step", float(metrics))
             step(schedule, metrics, *args, **kwargs)
+
+        return recorded
+
+    def _noted(self, all_gather: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the method that gathers examples in ``run``, which records where, and whether with a gradient."""
+
+        def recorded(replica: ReplicaContext, value: Any, *args: Any, **kwargs: Any) -> Any:
+            floating = [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+            if floating and torch.is_grad_enabled() and not is_called_by_us():
+                differentiable, steps = any(tensor.requires_grad for tensor in floating), len(self.trace.steps)
+                self.trace.events.append(Event(Happened.GATHER, "all_gather", script_line(), steps, differentiable))
+            return all_gather(replica, value, *args, **kwargs)
 
         return recorded
 
@@ -243,22 +264,22 @@ class TraceRecorder(StepLimit):
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             watcher, trace = self._watcher, self.trace
-            self._reports_summaries = self._reports_summaries or files.report_summaries(self.prints)
+            files.report_trackers(self.prints, self._trackers)
             trace.towers, watcher.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             trace.library = next((name for name in _LIBRARIES if f"mirrored.{name}" in sys.modules), "")
             call = RunCall(len(trace.steps))
             shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]
-            tensors = list(padding.tensors_of((args, kwargs)))
+            tensors = list(tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):
                 known = strategy.known_shares
                 call.examples = example_digests(
                     [t for t in tensors if (share := known.get(t)) is None or not share.stand_in]
                 )
-            call.forms = [padding.form_of(tensor) for tensor in tensors]
+            call.forms = [form_of(tensor) for tensor in tensors]
             if watcher.interventions.padding:
-                args, kwargs = padding.pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
+                args, kwargs = pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
             if watcher.interventions.double:
                 args, kwargs = trees.map_leaves(in_double, (args, kwargs))
             if not trace.calls or trace.calls[-1].steps != call.steps:
@@ -334,7 +355,7 @@ class TraceRecorder(StepLimit):
             return
         parameters = list(nn.Module.named_parameters(module))  # Keras' method creates some while a layer is built
         name = self._watcher.modules.root_name(module)
-        tensor = next(padding.tensors_of(inputs), None)
+        tensor = next(tensors_of(inputs), None)
         strategy, replica = strategy_with_towers(), current_replica()
         at_hand = replica.arguments if replica is not None else None
         stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
@@ -348,10 +369,11 @@ class TraceRecorder(StepLimit):
         if module.training and torch.is_grad_enabled():
             return
         steps = len(self.trace.steps)
-        self.trace.evaluated.setdefault(steps, []).extend(examples)
-        if (steps, name) not in self.trace.evaluated_models:
-            digests = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
-            self.trace.evaluated_models[steps, name] = digests
+        if (evaluated := self.trace.evaluated.get(steps)) is None:
+            self.trace.evaluated[steps] = evaluated = Evaluated(script_line())
+        evaluated.examples += examples
+        if name not in evaluated.models:
+            evaluated.models[name] = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
         if watcher.call is not None:
             self._evaluates = True
         else:
@@ -363,7 +385,7 @@ class TraceRecorder(StepLimit):
         modules, call = self._watcher.modules, self._watcher.call
         modules.leave(module)
         if call is not None and not modules.calls and next(nn.Module.named_parameters(module), None) is not None:
-            call.model_computes_loss |= any(t.dim() == 0 and t.requires_grad for t in padding.tensors_of(output))
+            call.model_computes_loss |= any(t.dim() == 0 and t.requires_grad for t in tensors_of(output))
         return self._rounding.perturb(output) if self._rounding is not None else None
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -413,7 +435,7 @@ class TraceRecorder(StepLimit):
         parameters = {name: self._watcher.modules.parameters[name] for name in step.before}
         step.after = {name: sketch(p) for name, p in parameters.items()}
         if losses := self._watcher.losses:  # of a closure
-            step.losses, self._watcher.losses = losses[:1], []
+            step.losses, self._watcher.losses, step.closure = losses[:1], [], True
             step.gradients = {name: self._watcher.averaged.get(id(p)) for name, p in parameters.items()}
         several = self.trace.towers > 1 and not self.trace.virtual
         step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._watcher.modules.buffers(several)}

@@ -6,19 +6,28 @@ signs and up to 256 values. The distance to another tensor can be estimated from
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import enum
 import hashlib
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from mirrored.verification.padding import Form
 from towers.collectives.communicator import as_bytes
+from towers.system import tree as trees
 from towers.system.torch_private import is_functorch_tensor
+
+NUMBER_OF_TOWERS = ("num_replicas_in_sync", "WORLD_SIZE")
+ONE_TOWER = ("is_chief", "topology.index", "replica_id_in_sync_group", "RANK")
+SCOPE = ("scope",)
+HASHES = ("a set or hash()",)
 
 _SAMPLES = 256
 _CHUNK = 2**20
@@ -131,6 +140,54 @@ def comparable(*batches: Iterable[str]) -> bool:
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
+class Padding(NamedTuple):
+    """The padding of a dimension, if it has one: before its entries or after them, and its number."""
+
+    before: bool
+    number: float
+
+
+class Form(NamedTuple):
+    """The shape and the paddings of a tensor of a batch.
+
+    Attributes:
+        shape: its shape.
+        paddings: the padding of each dimension with at least two entries.
+    """
+
+    shape: tuple[int, ...]
+    paddings: tuple[Padding | None, ...]
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a nested value. The tensors in the arguments of ``run`` are numbered in this order."""
+    return (leaf for leaf in trees.leaves(value) if isinstance(leaf, Tensor))
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Returns the form of a tensor, without paddings if it has a single dimension or its layout is not dense."""
+    tensor = tensor.detach()
+    dense = tensor.layout == torch.strided and not tensor.is_complex() and tensor.dim() > 1 and tensor.numel()
+    paddings = [_padding(tensor, d) if dense and tensor.shape[d] > 1 else None for d in range(tensor.dim())]
+    return Form(tuple(tensor.shape), tuple(paddings))
+
+
+def _padding(tensor: Tensor, dim: int) -> Padding:
+    """Returns the padding of a dimension.
+
+    Most examples are shorter than the longest, so they are padded with the most frequent number at an end. If all
+    entries at an end are equal (in a mask), it has no padding.
+    """
+    ends = []
+    for place in (0, -1):
+        entries = tensor.select(dim, place).flatten().to("cpu", torch.float64)
+        number = float(entries.mode().values)
+        count = int((entries == number).sum())
+        ends.append((count if count < len(entries) else 0, number))
+    (firsts, first), (lasts, last) = ends
+    return Padding(True, first) if firsts > lasts else Padding(False, last)
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """One summand of a loss, from its autograd graph.
@@ -189,18 +246,29 @@ class Draw:
     followed: bool = False
 
 
+class Happened(enum.Enum):
+    """What an :class:`Event` is, and what its ``what`` is."""
+
+    WRITE = "a write to a parameter outside of steps: the parameter"
+    CHANGE = "a change of a gradient outside of steps: the function (a hook will change it: register_hook)"
+    DRAW = "random numbers that the script draws outside of run, after the first batch was loaded: the function"
+    DRAW_ABOVE = "random numbers that are drawn above the strategy, in a run that looks for them"
+    GATHER = "a call of the replica context that gathers examples in training: the method"
+    SERVERS = "the creation of a strategy whose numbers are not those of one device, which ended the script: its class"
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """An event outside of the optimizers' steps.
 
     Attributes:
-        what: the parameter that was written, or the function that changed a gradient ("register_hook": a registered
-            hook that will change it).
+        kind, what: see :class:`Happened`.
         line: the script's line.
         steps: the number of optimizer steps before.
-        averaged: whether the gradient was averaged before.
+        averaged: of a changed gradient, whether it was averaged before; of gathered values, whether they have one.
     """
 
+    kind: Happened
     what: str
     line: int | None
     steps: int
@@ -263,6 +331,7 @@ class Step:
         batch_norms: layers that used only this tower's statistics since the previous step.
         buffers: sketches, after the step, of the buffers in the modules' ``state_dict``, without statistics that each
             tower computes separately.
+        closure: whether the optimizer called a closure that calls backward.
     """
 
     optimizer: tuple[int, str]
@@ -278,6 +347,7 @@ class Step:
     batch_norms: list[str]
     after: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    closure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +431,21 @@ class End:
 
 
 @dataclasses.dataclass
+class Evaluated:
+    """Calls of the outermost modules outside of training, after one step.
+
+    Attributes:
+        line: the script's line of the first one.
+        examples: digests of the examples.
+        models: digests of the parameters of each module, by its name.
+    """
+
+    line: int | None
+    examples: list[str] = dataclasses.field(default_factory=list)
+    models: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class Trace:
     """The recording of the script on one tower.
 
@@ -371,12 +456,8 @@ class Trace:
         steps: the optimizers' steps.
         calls: the calls of ``strategy.run``.
         datasets: the number of examples of each distributed dataset, in the order of their first use.
-        writes: writes to parameters outside of steps.
-        changes: changes of gradients outside of steps.
-        evaluated: digests of the examples in calls of the outermost modules outside of training, by the number of steps
-            before.
-        evaluated_models: digests of the parameters of each outermost module that was called outside of training, by the
-            number of steps before and the module's name.
+        events: what happens outside of steps.
+        evaluated: the calls of the outermost modules outside of training, by the number of steps before.
         results: the results of ``strategy.reduce`` and ``strategy.gather``.
         printed: the lines on standard output and in files.
         over_examples: the number of this tower's examples from which a line of the script computes one value in
@@ -384,7 +465,8 @@ class Trace:
         left_out: the features that were left out: "dropout", "averaging"; and "seeds" if random numbers were drawn, or
             seeded, above the strategy.
         library: "keras" or "lightning" if the script uses :mod:`mirrored.keras` or :mod:`mirrored.lightning`.
-        counts_towers: the lines of the script that contain ``num_replicas_in_sync``.
+        mentions: the lines of the script that contain a word that may explain a difference, by the word.
+        lines: the lines that created parameters of optimizers and that last changed buffers, by name.
         raised: the exception that ended the script.
         end: how the script ended.
     """
@@ -395,15 +477,40 @@ class Trace:
     steps: list[Step] = dataclasses.field(default_factory=list)
     calls: list[RunCall] = dataclasses.field(default_factory=list)
     datasets: list[int] = dataclasses.field(default_factory=list)
-    writes: list[Event] = dataclasses.field(default_factory=list)
-    changes: list[Event] = dataclasses.field(default_factory=list)
-    evaluated: dict[int, list[str]] = dataclasses.field(default_factory=dict)
-    evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
+    events: list[Event] = dataclasses.field(default_factory=list)
+    evaluated: dict[int, Evaluated] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     printed: list[Printed] = dataclasses.field(default_factory=list)
     over_examples: dict[tuple[int | None, str | None], int] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
     library: str = ""
-    counts_towers: list[int] = dataclasses.field(default_factory=list)
+    mentions: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    lines: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     raised: Raised | None = None
     end: End = dataclasses.field(default_factory=End)
+
+    def happened(self, kind: Happened) -> list[Event]:
+        """Returns the events of a kind."""
+        return [event for event in self.events if event.kind is kind]
+
+
+def mentions_in(script: str) -> dict[str, list[int]]:
+    """Returns the lines of a script that contain one of the words above, which may explain a difference."""
+    mentions: dict[str, list[int]] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError), open(script, "rb") as file:
+        for node in ast.walk(ast.parse(file.read())):
+            word = _word_of(node)
+            if word in (*NUMBER_OF_TOWERS, *ONE_TOWER, *SCOPE, *HASHES) and isinstance(node, ast.expr):
+                mentions[word] = sorted({*mentions.get(word, ()), node.lineno})
+    return mentions
+
+
+def _word_of(node: ast.AST) -> str:
+    match node:
+        case ast.Set() | ast.SetComp() | ast.Name(id="set" | "frozenset" | "hash"):
+            return HASHES[0]
+        case ast.Attribute(value=ast.Attribute(attr=owner) | ast.Name(id=owner), attr="index"):
+            return f"{owner}.index"
+        case ast.Attribute(attr=word) | ast.Name(id=word) | ast.Constant(value=str(word)):
+            return word
+    return ""

@@ -26,7 +26,7 @@ from mirrored.verification.explain import explain
 from mirrored.verification.interventions import Interventions
 from mirrored.verification.record import StepLimit, StopRecording, TraceRecorder
 from mirrored.verification.report import VerificationReport, make_report
-from mirrored.verification.trace import Raised, Trace
+from mirrored.verification.trace import Raised, Trace, mentions_in
 from towers import errors
 from towers.health import failure
 from towers.launching.launch import launch, launch_from_new_process
@@ -55,9 +55,10 @@ def verify(
 
     It compares the losses, gradients, parameters and buffers of the first steps, the examples of each batch, and the
     optimizers' settings. It also compares the values that ``strategy.reduce`` and ``gather`` return, the numbers that
-    the chief prints, writes into text files or TensorBoard, or saves in a dictionary, and the evaluation after these
-    steps. A cause that the traces do not show is proved by another run with one change. Each run is a real one: the
-    script writes its usual files. Only the checkpoints of a ``CheckpointManager`` are written to a temporary folder.
+    the chief prints, writes into text files, TensorBoard or Weights & Biases, or saves in a dictionary, and the
+    evaluation after these steps. A cause that the traces do not show is proved by another run with one change. Each run
+    is a real one: the script writes its usual files. Only the checkpoints of a ``CheckpointManager`` are written to a
+    temporary folder.
 
     The script runs from its start, with the same seed on tower 0 in both runs. The loop over a distributed dataset
     ends after the last of the ``steps``, which uses the epoch's last batch. The evaluation that follows runs
@@ -131,8 +132,7 @@ def verify(
     if float64:
         comparison = dataclasses.replace(comparison, double=True)
     if not job.kept:
-        hashes = [] if "PYTHONHASHSEED" in os.environ else facts.uses_of_hashes(file)
-        comparison, explanations = explain(comparison, rerun, hashes)
+        comparison, explanations = explain(comparison, rerun)
     if job.kept:  # read in the first runs, or in another run
         failed = facts.failure(comparison)
         explanations = [files.not_comparable(job.kept), *([failed] if failed is not None else [])]
@@ -236,9 +236,9 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     )
     intercept(recorder)
     files.report_output(recorder.prints)
-    with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
-        counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
-        recorder.trace.counts_towers = counting
+    recorder.trace.mentions = mentions_in(job.script)
+    if interventions.one_seed:
+        draws.note_lines_that_draw(job.script, recorder.trace)
     files.watch(os.path.join(folder, _KEPT), job.begins[0], job.begins[-1])
     try:
         with recorder.watching:

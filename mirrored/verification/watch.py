@@ -11,16 +11,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mirrored.context import current_frame, current_replica
 from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 from mirrored.verification import draws
 from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of
-from mirrored.verification.padding import tensors_of
-from mirrored.verification.trace import Draw, Event, Loss, RunCall, Sketch, Term, Trace, has_values, memory_of, sketch
+from mirrored.verification.trace import (
+    Draw,
+    Event,
+    Happened,
+    Loss,
+    RunCall,
+    Sketch,
+    Term,
+    Trace,
+    has_values,
+    memory_of,
+    sketch,
+    tensors_of,
+)
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
@@ -56,6 +73,17 @@ def script_line() -> int | None:
     return None
 
 
+def _line_that_creates() -> int | None:
+    """Returns the line of the script that creates the outermost module whose ``__init__`` is being executed."""
+    line = None
+    for frame, number in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            line = None
+        elif line is None and frame.f_globals.get("__name__") == "__main__":
+            line = number
+    return line
+
+
 def is_called_by_us(*libraries: str) -> bool:
     """Returns whether this package, outside of the calling module, makes the current call.
 
@@ -84,14 +112,28 @@ class Modules:
     Attributes:
         parameters: the parameters of the optimizers that have made a step, by name.
         calls: the modules that are being called, the innermost last.
+        lines: the lines of the script that created these parameters, and that last changed a buffer, by name.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self.calls: list[nn.Module] = []
+        self.lines: dict[str, int | None] = {}
+        self._created = WeakIdKeyDictionary()  # lines, by parameter
+        self._assigned: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()
+        self._buffer_addresses: dict[int | None, str] = {}
+        register_module_parameter_registration_hook(self._note_parameter)
+        register_module_buffer_registration_hook(self._note_buffer)
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._names: dict[int, str] = {}
         self._addresses: dict[int | None, str] = {}
+
+    def _note_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter not in self._created:
+            self._created[parameter] = _line_that_creates()
+
+    def _note_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
+        self._assigned.setdefault(module, {})[name] = script_line()
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules that were called from outside of modules and still exist, with names."""
@@ -132,16 +174,20 @@ class Modules:
                 if id(p) not in self._names:
                     self._names[id(p)] = name = paths.get(id(p), f"parameter {i} of optimizer {optimizer}")
                     self.parameters[name] = p  # replaces a former one
+                    self.lines[name] = self._created.get(p)
         return [self._names[id(p)] for p in parameters]
 
     def note_addresses(self) -> None:
-        """Notes the addresses of the parameters, so that :meth:`written` can identify them by their memory."""
+        """Notes the addresses of parameters and buffers, so that :meth:`written` can identify them by their memory."""
         self._addresses = {memory_of(p): name for name, p in self.parameters.items()}
+        self._buffer_addresses = {memory_of(buffer): name for name, buffer in self.buffers(False)}
 
     def written(self, tensor: Any) -> str | None:
-        """Returns the parameter that shares a tensor's memory, or None."""
+        """Returns the parameter that shares a tensor's memory, or None. The line of a buffer that does is noted."""
         if not isinstance(tensor, Tensor) or not self._addresses or (address := memory_of(tensor)) is None:
             return None
+        if (buffer := self._buffer_addresses.get(address)) is not None:
+            self.lines[buffer] = script_line()
         return self._addresses.get(address)
 
     def hold_gradients(self, value: Any) -> bool:
@@ -163,7 +209,10 @@ class Modules:
                     if buffer is None or not has_values(buffer) or key in unsaved_buffers(module):
                         continue
                     if not (local and key in _STATISTICS):
-                        yield ".".join(filter(None, (name, path, key))), buffer
+                        full = ".".join(filter(None, (name, path, key)))
+                        if (line := self._assigned.get(module, {}).pop(key, None)) is not None:
+                            self.lines[full] = line
+                        yield full, buffer
 
 
 class ByHand(Optimizer):
@@ -252,19 +301,22 @@ class Watcher(TorchFunctionMode):
             return self._dropout(func, *args, **named)
         if func is F.scaled_dot_product_attention:
             return self._attention(**dict(zip(_ATTENTION, args, strict=False)), **named)
-        if name in draws.DRAWING and self.call is not None and not in_functorch_transform():
-            return self._random(self.call, name, func, args, named)
+        if name in draws.DRAWING and not in_functorch_transform():
+            if self.call is not None:
+                return self._random(self.call, name, func, args, named)
+            if self.trace.datasets and sys._getframe(2).f_globals.get("__name__") == "__main__":
+                self._note(Happened.DRAW, name)
         if args and _writes(name, func) and not self.stepping:
             if (parameter := self.modules.written(args[0])) is not None:
-                self.trace.writes.append(self._event(parameter))
+                self._note(Happened.WRITE, parameter)
             if name not in _ZEROING and self.modules.hold_gradients(args[0]):
-                self.trace.changes.append(self._event(name, averaged=not self._accumulated))
+                self._note(Happened.CHANGE, name, averaged=not self._accumulated)
                 if self._accumulated and self.interventions.skip_local_changes:
                     return args[0]
         if func == _SET_GRADIENT and args[1] is not None and not self.stepping:
-            self.trace.changes.append(self._event("an assignment", averaged=not self._accumulated))
+            self._note(Happened.CHANGE, "an assignment", averaged=not self._accumulated)
         if func is Tensor.register_hook and args[0].is_leaf and args[0].requires_grad:
-            self.trace.changes.append(self._event(name))
+            self._note(Happened.CHANGE, name)
             if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
         if self.call is not None and (dim := self._over_examples(self.call, name, args, named)) is not None:
@@ -295,8 +347,8 @@ class Watcher(TorchFunctionMode):
         given = [each % len(shape) for each in dims if isinstance(each, int) and not isinstance(each, bool)]
         return dim if dim in given or not given else None
 
-    def _event(self, what: str, averaged: bool = False) -> Event:
-        return Event(what, script_line(), len(self.trace.steps), averaged)
+    def _note(self, kind: Happened, what: str, averaged: bool = False) -> None:
+        self.trace.events.append(Event(kind, what, script_line(), len(self.trace.steps), averaged))
 
     # For the next three functions, torch passes all arguments after the tensors by name, even defaults.
 

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+import mirrored
+from mirrored.verification import Cause
 from tests.support.jobs import ROOT
 from tests.support.programs import run_program
 
@@ -25,3 +27,11 @@ def test_the_loss_is_that_of_one_device() -> None:
     assert len(alone) == len(together) == 3
     assert alone[-1] < 0.9 * alone[0]
     assert together[-1] == pytest.approx(alone[-1], rel=0.02)
+
+
+def test_verify_compares_no_parameter_servers_and_names_the_line() -> None:
+    report = mirrored.verify(PROGRAM)
+    assert (report.exit_code, report.causes) == (2, (Cause.ASYNCHRONOUS,)), report
+    lines = (ROOT / "examples" / "recommender.py").read_text().splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if "mirrored.ParameterServerStrategy(" in text)
+    assert f"it trains with ParameterServerStrategy (line {line})" in " ".join(str(report).split())

@@ -17,11 +17,11 @@ from mirrored.verification import Cause, Explanation, VerificationReport
 from mirrored.verification.compare import RunComparison, compare, differing_result
 from mirrored.verification.draws import GlobalDraw, draw_as_one_tower, other_generators
 from mirrored.verification.explain import explain
+from mirrored.verification.interventions import pad
 from mirrored.verification.loss_graph import scale_terms, terms_of
-from mirrored.verification.padding import form_of, pad
 from mirrored.verification.proofs import distinguishable
 from mirrored.verification.report import make_report
-from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
+from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, form_of, sketch
 from mirrored.verification.verify import ScriptJob
 from tests.support.jobs import make_data, make_mlp
 from tests.verification.scripts import script_in

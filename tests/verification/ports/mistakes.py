@@ -94,7 +94,9 @@ MISTAKES = [
         (Cause.PRINTED_VALUE,),
         "====> Epoch:",
     ),
-    Mistake("imagenet", "strategy.scope(sync_batch_norm=True)", "strategy.scope()", (Cause.BATCH_NORM,)),
+    Mistake(
+        "imagenet", "strategy.scope(sync_batch_norm=True)", "strategy.scope()", (Cause.BATCH_NORM,), "strategy.scope()"
+    ),
     Mistake(
         "imagenet",
         "    val_loader = strategy.distribute_dataset(val_set, args.batch_size)\n",
@@ -105,6 +107,7 @@ MISTAKES = [
     val_loader = torch.utils.data.DataLoader(val_set, args.batch_size, sampler=val_sampler)
 """,
         (Cause.EVALUATION_PADDING,),
+        "output = model(images)",
     ),
     Mistake(
         "imagenet",
@@ -128,6 +131,7 @@ MISTAKES = [
     columns = columns[:, strategy.topology.index :: strategy.num_replicas_in_sync]
 """,
         (Cause.FAILS_ON_TOWERS,),
+        "columns[:, strategy.topology.index",
     ),
     Mistake(
         "word_language_model",
@@ -141,6 +145,7 @@ MISTAKES = [
         'return strategy.reduce("sum", loss.detach())',
         "return loss.detach()",
         (Cause.CHANGED_ON_ONE_TOWER,),
+        "optimizer.step(closure)",
     ),
     Mistake(
         "time_sequence",
@@ -160,6 +165,7 @@ MISTAKES = [
     strategy = mirrored.MirroredStrategy(seed=0)
 """,
         (Cause.UNSEEDED,),
+        "np.random.randint(-80",
     ),
     Mistake(
         "reinforce",
@@ -204,6 +210,7 @@ MISTAKES = [
         "return torch.stack(inputs), torch.stack(targets)",
         "return torch.stack(inputs) + 0.05 * torch.randn(len(inputs), 1, 8, 8), torch.stack(targets)",
         (Cause.OTHER_DATA,),
+        "0.05 * torch.randn(",
     ),
     Mistake(
         "gcn",
@@ -231,6 +238,7 @@ MISTAKES = [
     optimizer = torch.optim.Adam(gcn.parameters(), lr=args.lr)
 """,
         (Cause.OUTSIDE_SCOPE,),
+        "gcn = GCN(",
     ),
     Mistake(
         "translation",
@@ -239,7 +247,7 @@ MISTAKES = [
         (Cause.LOCAL_MEAN,),
         "loss.backward()",
     ),
-    Mistake("translation", "            src_key_padding_mask=padded,\n", "", (Cause.PADDING,)),
+    Mistake("translation", "            src_key_padding_mask=padded,\n", "", (Cause.PADDING,), ".backward()"),
     Mistake(
         "translation",
         "mirrored.drop_stand_in(*token_losses(source, target))",
@@ -254,7 +262,7 @@ MISTAKES = [
         (Cause.LOCAL_MEAN,),
         "loss.backward()",
     ),
-    Mistake("forward_forward", "nn.ModuleList(", "list(", (Cause.OUTSIDE_SCOPE,)),
+    Mistake("forward_forward", "nn.ModuleList(", "list(", (Cause.OUTSIDE_SCOPE,), "net = Net("),
     Mistake(
         "forward_forward",
         "return net.learn(positive, negative)",
@@ -315,6 +323,7 @@ MISTAKES = [
         "            ema.update(model)\n",
         "            if strategy.is_chief:\n                ema.update(model)\n",
         (Cause.CHANGED_ON_ONE_TOWER,),
+        "if strategy.is_chief:",
     ),
     Mistake(
         "diffusion",
@@ -354,9 +363,16 @@ MISTAKES = [
     every_first[begin : begin + len(first)] = first  # only these have gradients
     every_second[begin : begin + len(second)] = second
 """,
-        (Cause.UNKNOWN,),
+        (Cause.GATHERED_WITHOUT_GRADIENT,),
+        "all_gather(first.detach(), 0)",
     ),
-    Mistake("simclr", "begin = int(sizes[: replica.replica_id_in_sync_group].sum())", "begin = 0", (Cause.UNKNOWN,)),
+    Mistake(
+        "simclr",
+        "begin = int(sizes[: replica.replica_id_in_sync_group].sum())",
+        "begin = 0",
+        (Cause.UNKNOWN,),
+        "all_gather(first, 0)",
+    ),
     Mistake(
         "distillation",
         """\
@@ -378,7 +394,7 @@ MISTAKES = [
         (Cause.OVER_EXAMPLES, Cause.BUFFER),
         "teacher.centre.lerp_",
     ),
-    Mistake("distillation", "    teacher.eval()\n", "", (Cause.BATCH_NORM,)),
+    Mistake("distillation", "    teacher.eval()\n", "", (Cause.BATCH_NORM,), "strategy.scope()"),
     Mistake(
         "distillation",
         """\
@@ -390,6 +406,7 @@ MISTAKES = [
     strategy = mirrored.MirroredStrategy(seed=42)
 """,
         (Cause.UNSEEDED,),
+        "nn.Conv2d(",
     ),
     Mistake(
         "recommender",
@@ -420,6 +437,7 @@ MISTAKES = [
         "        net_d = Discriminator(8)\n",
         "    net_d = Discriminator(8)\n",
         (Cause.OUTSIDE_SCOPE,),
+        "net_d = Discriminator(8)",
     ),
     Mistake(
         "gan",
@@ -471,6 +489,7 @@ MISTAKES = [
     model.log_variances = nn.ParameterDict({name: nn.Parameter(torch.zeros(())) for name in ("label", "value")})
 """,
         (Cause.OUTSIDE_SCOPE,),
+        "model.log_variances =",
     ),
     Mistake(
         "multi_task",
@@ -502,6 +521,7 @@ MISTAKES = [
         "        scheduler.step()\n",
         "        if strategy.is_chief:\n            scheduler.step()\n",
         (Cause.CHANGED_ON_ONE_TOWER, Cause.SCHEDULE, Cause.LEARNING_RATE),
+        "if strategy.is_chief:",
     ),
     Mistake(
         "fixmatch",
