@@ -116,7 +116,7 @@ def report_output(report: Report) -> None:
 
 
 def report_trackers(report: Report, known: set[str]) -> None:
-    """Reports every number that the script gives to TensorBoard or Weights & Biases, once it has imported them.
+    """Reports every number that the script gives to a tracker or the curves of a figure, once it has imported these.
 
     Args:
         report: as for :func:`report_output`.
@@ -153,7 +153,26 @@ def _follow_wandb(module: Any, report: Report) -> None:
         module.log = module.run.log
 
 
-_TRACKERS = {"torch.utils.tensorboard.writer": _follow_tensorboard, "wandb": _follow_wandb}
+def _follow_figures(module: Any, report: Report) -> None:
+    save = module.Figure.savefig
+
+    @functools.wraps(save)
+    def savefig(figure: Any, fname: Any, *others: Any, **named: Any) -> None:
+        name = os.fsdecode(fname) if isinstance(fname, (str, os.PathLike)) else "a figure"
+        for line in (line for axes in figure.axes for line in axes.lines):
+            _report_numbers(
+                {f"{line.get_label()}, point {i}:": y for i, y in enumerate(line.get_ydata())}, report, name
+            )
+        save(figure, fname, *others, **named)
+
+    module.Figure.savefig = savefig
+
+
+_TRACKERS = {
+    "torch.utils.tensorboard.writer": _follow_tensorboard,
+    "wandb": _follow_wandb,
+    "matplotlib.figure": _follow_figures,
+}
 
 
 def _report_numbers(values: Mapping[Any, Any], report: Report, name: str) -> None:

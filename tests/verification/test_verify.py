@@ -107,6 +107,7 @@ _CODES = {
         ("writes a share", "into table.csv (line {}) after step 1 on 2 towers", "table.writerow"),
         ("saves a share", "into last.pt (line {}) after step", "torch.save"),
         ("writes a share for TensorBoard", "into TensorBoard (line {}) after step 1 on 2 towers", "add_scalar"),
+        ("draws a share", "into losses.png (line {}) after step 3 on 2 towers", "plt.savefig"),
         ("writes an average of shares", "into loss.json (line {}) after step", "file.write_text"),
         ("momentum by towers", "the momentum of step 1 is 1 on 2 towers, but 0.5 on one", "momentum=0.5"),
         ("betas by towers", "the betas[1] of step 1 is 0.9985 on 2 towers, but 0.999 on one", "betas="),
