@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from mirrored.attached.mirror_check import MirrorCheck, in_words
 from towers.collectives.agreement import digest_of
 from towers.errors import DisagreementError, MirrorError
-from towers.gradients.pairing import ADVICE
+from towers.gradients.flags import ADVICE
 from towers.health import failure
 from towers.health.status import Health
 from towers.joining.store import LARGEST, Message
@@ -34,7 +34,7 @@ class LastCheck:
     Args:
         check: the parameters to compare.
         backwards: returns a number that depends on all averaged backwards. Between GPUs, the last ones are not yet
-            compared (:mod:`towers.gradients.usage`).
+            compared (:mod:`towers.gradients.flags`).
         health: this tower's position.
     """
 

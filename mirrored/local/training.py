@@ -34,7 +34,7 @@ from mirrored.local.options import DiLoCo, LocalSGD
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, InStep
 from towers.collectives.values import together
-from towers.gradients.averages import average_flat
+from towers.gradients.reductions import average_flat
 from towers.system.log import get_logger
 from towers.system.named import Named
 from towers.system.profiling import range_

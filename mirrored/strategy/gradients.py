@@ -7,7 +7,7 @@ batch. Collectives in ``loss_fn`` itself cannot be known beforehand; they end in
 
 [Note: averages on request] ``torch.autograd.grad`` calls no hook of a parameter, so its results differ between towers.
 ``strategy.grad`` and ``strategy.average_gradients`` average them in one announced call
-(:mod:`towers.gradients.averages`). An average with a graph would need a collective in the backward through it, which
+(:mod:`towers.gradients.reductions`). An average with a graph would need a collective in the backward through it, which
 towers reach at different times. Therefore ``create_graph`` is refused, and a penalty on gradients belongs in the loss.
 """
 
@@ -237,7 +237,7 @@ class Gradients(CheckedCalls):
         health = self.communicator.health
         health.train()
         call = with_batch(call, health.batches.value)
-        from towers.gradients.averages import average
+        from towers.gradients.reductions import average
 
         return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
 

@@ -45,8 +45,8 @@ from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
+from towers.gradients.reductions import Subtree, TreeSum
 from towers.gradients.sparse import add_sparse
-from towers.gradients.tree_sum import Subtree, TreeSum
 from towers.health.status import with_batch
 from towers.system import tree as trees
 from towers.system.host_copy import on_device

@@ -26,7 +26,7 @@ import mirrored
 from tests import simulated_device
 from tests.faults import training
 from tests.support.jobs import assert_close, make_data, make_mlp, strategy_of, text_of
-from towers.gradients import usage
+from towers.gradients import flags
 
 SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") in ("sim", "tpu")
 
@@ -208,13 +208,13 @@ def use_other_parameters(changes: dict[str, int], **settings: Any) -> list[Any]:
         model = torch.nn.ModuleList([first, second, frozen]).to(strategy.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     gathers: list[int] = []
-    original = usage.Gather
+    original = flags.Gather
 
     def gather(channel: Any, flags: Any, passed: Any) -> Any:
         gathers.append(len(passed))
         return original(channel, flags, passed)
 
-    usage.Gather = gather  # type: ignore[misc, assignment]
+    flags.Gather = gather  # type: ignore[misc, assignment]
     x, y = (tensor.to(strategy.device) for tensor in make_data(8, torch.float32))
     tower, last, number = strategy.topology.index, strategy.num_replicas_in_sync - 1, 0
 
@@ -232,7 +232,7 @@ def use_other_parameters(changes: dict[str, int], **settings: Any) -> list[Any]:
         for _ in range(steps):
             strategy.run(step, args=(who.split()[0],))
             number += 1
-    usage.Gather = original  # type: ignore[misc]
+    flags.Gather = original  # type: ignore[misc]
     strategy.check_mirrored()
     return [flat(model.parameters()), gathers]
 

@@ -79,7 +79,7 @@ FAULTS = {
         cases.find_a_changed_bit,
     ),
     "gradients of two streams are packed without order": Fault(
-        "towers.gradients.streams", "stream.wait_stream(before)", "pass", stream_cases.gradients_of_two_streams
+        "towers.gradients.buckets", "stream.wait_stream(before)", "pass", stream_cases.gradients_of_two_streams
     ),
     "a bucket lies on the first device": Fault(
         "towers.gradients.buckets",

@@ -16,7 +16,7 @@ MOVED_BACK = {
     "down": ("towers/system/tree.py", "from mirrored.losses import Reduction"),
     "circles": ("mirrored/context.py", "from mirrored.strategy.base import Strategy"),
     "core": ("mirrored/losses.py", "from mirrored.checkpoint.manager import CheckpointManager"),
-    "collectives": ("towers/gradients/slots.py", "from towers.collectives.shared_memory.regions import Regions"),
+    "collectives": ("towers/gradients/buckets.py", "from towers.collectives.shared_memory.regions import Regions"),
 }
 """For each contract a module, and an import that breaks it."""
 

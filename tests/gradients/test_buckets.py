@@ -15,11 +15,10 @@ import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
 from tests.support.jobs import towers
 from towers.collectives.communicator import Alone
-from towers.gradients import streams
+from towers.gradients import buckets
 from towers.gradients.averager import GradientAverager
-from towers.gradients.buckets import Bucket
-from towers.gradients.streams import StreamOrder
-from towers.gradients.usage import Comparison, Counts
+from towers.gradients.buckets import Bucket, StreamOrder
+from towers.gradients.flags import Comparison, Counts
 from towers.system.named import Named
 
 
@@ -170,7 +169,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
     """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
     now, one, other = [FakeStream()], FakeStream(), FakeStream()
     kept: list[tuple[Tensor, FakeStream]] = []
-    monkeypatch.setattr(streams, "current_stream_of", lambda index: now[0])
+    monkeypatch.setattr(buckets, "current_stream_of", lambda index: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
     bucket = Bucket(0, torch.float32, torch.device("cpu"))
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -199,7 +198,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
 
 def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    monkeypatch.setattr(streams, "current_stream_of", lambda index: None)
+    monkeypatch.setattr(buckets, "current_stream_of", lambda index: None)
     for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
         method = getattr(owner, name)
 

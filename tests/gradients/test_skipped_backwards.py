@@ -171,7 +171,7 @@ def test_reentrant_checkpoints_of_a_random_depth_are_one_backward(setting: str) 
 
 BETWEEN_GPUS = """
 import sys, torch, mirrored
-from towers.gradients.usage import Comparison
+from towers.gradients.flags import Comparison
 
 strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=1000)
 with strategy.scope():

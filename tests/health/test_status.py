@@ -19,7 +19,7 @@ from tests.support.handshakes import serve, tower
 from tests.support.hosts import on_small_disk
 from tests.support.jobs import towers
 from tests.support.programs import start_function
-from towers.gradients.pairing import BackwardCounter
+from towers.gradients.flags import BackwardCounter
 from towers.health import heartbeat
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path

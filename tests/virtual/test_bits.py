@@ -17,7 +17,7 @@ import mirrored
 from mirrored import generators
 from tests.support.jobs import all_raise, assert_close, make_data, make_mlp
 from tests.support.virtual import V, backward_each, digest, one_digest, virtual
-from towers.gradients.tree_sum import Subtree
+from towers.gradients.reductions import Subtree
 
 
 @pytest.mark.parametrize(

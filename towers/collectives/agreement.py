@@ -115,7 +115,7 @@ class RepeatedCalls:
 
     A call is announced, unless the tower has also run it during the last :data:`_REPEATS` backwards. Then it is only
     noted, and the towers' notes are compared together with their next backwards
-    (:class:`towers.gradients.usage.Comparison`). A tower whose host waits in another call detects the difference
+    (:class:`towers.gradients.flags.Comparison`). A tower whose host waits in another call detects the difference
     sooner, in heartbeats (:mod:`towers.health.deadlock`).
 
     Args:

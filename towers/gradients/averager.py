@@ -41,11 +41,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
-from towers.gradients.cycle import AllReduce, Cycle, Reduction, State, Watch
-from towers.gradients.keys import Keys
-from towers.gradients.layout import BucketLayout
+from towers.gradients.buckets import BucketLayout, Keys, Slot, handles_gradients
+from towers.gradients.cycle import Cycle, State, Watch
 from towers.gradients.reducer import GradientReducer
-from towers.gradients.slots import Slot, handles_gradients
+from towers.gradients.reductions import AllReduce, Reduction
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
 from towers.system.named import Named
 from towers.system.torch_private import current_graph_task_id, disable_dynamo, last_gradient_hook
@@ -62,7 +61,7 @@ class Hooks(enum.Enum):
 class Lazy(Protocol):
     """Completes gradients of which the reduction has averaged this tower's chunk only.
 
-    :class:`towers.gradients.reduce_scatter.ReduceScatter` implements it.
+    :class:`towers.gradients.reductions.ReduceScatter` implements it.
     """
 
     def defer_rest(self) -> None:

@@ -1,4 +1,4 @@
-"""Buckets: flat buffers in which many parameters' gradients are sent in one collective.
+"""Buckets: flat buffers in which many parameters' gradients are sent in one collective, and the slots of parameters.
 
 A bucket's buffer contains, in this order::
 
@@ -8,8 +8,8 @@ The numbers behind the gradients are its *tail*. They make unused parameters exa
 After the reduction, a slot's "used?" is not zero if any tower computed that gradient in this backward. It is the number
 of such towers or, in shared memory and on accelerators, which average the tail as well, that number over N. In a
 backward's last bucket, "touched?" shows which units (buckets and sparse gradients) any tower has gradients for, and the
-last numbers identify the backward (:class:`towers.gradients.usage.Summary`). Between GPUs, tails are only read where
-nothing else is known (:mod:`towers.gradients.usage`).
+last numbers identify the backward (:class:`towers.gradients.flags.Summary`). Between GPUs, tails are only read where
+nothing else is known (:mod:`towers.gradients.flags`).
 
 [Note: gradients are stored in buckets] When a backward is done, each gradient that any tower computed is a view of its
 bucket (a tower's own gradient since the bucket was packed, or earlier; see below). So no gradient is copied out after
@@ -32,11 +32,25 @@ limits the memory that they take in addition to the bucket.
 still has, not zero. That gradient is equal on all towers, so its mean is itself, up to rounding unless N is a power of
 two. A second backward that only some towers run must result in old + mean(new); contributing zero would divide the old
 gradient.
+
+[Note: one bucket, several streams] Autograd computes a gradient on the stream on which the parameter's node was made.
+That is another stream for a part of a model that was captured as a CUDA graph, so gradients of one bucket may arrive on
+several streams. Each gradient is therefore ordered after the one before, and the bucket is packed on the stream of the
+last. The memory of a gradient may be freed after the copy. If that gradient was computed on another stream than the
+copy, it is recorded on the stream of the copy; otherwise, the allocator would reuse its memory too early. On CPUs, no
+order is needed, and a bucket has no :class:`StreamOrder`.
+
+[Note: keys are used again, one layout later] Shared memory has places for 4,096 keys, and a script that mirrors a copy
+of its model in every step would use them up. Buckets are only laid out again after a collective. So when a tower makes
+the next layout, all towers have released the keys that the previous layout released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,20 +58,156 @@ from torch import Tensor
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT, chunk_numel
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError, TowersError
-from towers.gradients.pairing import BITS
-from towers.gradients.slots import Slot
-from towers.gradients.sparse import to_dense
-from towers.gradients.streams import StreamOrder
-from towers.gradients.usage import Counts, Summary
+from towers.gradients.flags import BITS, Counts, Summary
+from towers.gradients.sparse import has_rows, to_dense, without_rows
+from towers.system.autograd_hooks import GradientHook
 from towers.system.host_copy import on_device
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.named import Named
-from towers.system.torch_private import foreach_copy_, foreach_mul_, storage_holders
+from towers.system.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_stream_of,
+    foreach_copy_,
+    foreach_mul_,
+    storage_holders,
+)
 
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from this size on, copying a gradient at once saves more than one call for many gradients
 _WAITING_BYTES = 2**22  # on an accelerator
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates methods that process gradients.
+
+    Inside, autograd records nothing, and a lazily gathered gradient is plain memory.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            return method(*args, **kwargs)
+
+    return wrapper
+
+
+class Slot:
+    """One parameter and the state of its gradient. It does not keep the parameter alive.
+
+    Attributes:
+        name, trainable: the parameter's (:class:`towers.system.named.Named`).
+        parameter: returns the parameter when it is called, or None if its model is gone.
+        shape, device: the parameter's when the slot was made.
+        dtype: its gradient's.
+        arrived: whether autograd has finished its gradient of this backward.
+        unsynced: whether gradients of this tower alone were accumulated in it (``no_sync``).
+        averaged: the number of the last average for which any tower had a gradient of it.
+        hook: reports its gradients; None for a parameter of whole numbers.
+    """
+
+    __slots__ = (
+        "arrived",
+        "averaged",
+        "device",
+        "dtype",
+        "hook",
+        "name",
+        "parameter",
+        "shape",
+        "trainable",
+        "unsynced",
+    )
+
+    def __init__(self, named: Named) -> None:
+        self.name = named.name
+        self.trainable = named.trainable
+        self.parameter = weakref.ref(named.tensor)
+        self.shape, self.device = named.tensor.shape, named.tensor.device
+        self.dtype = gradient_dtype(named.tensor)
+        self.arrived = False
+        self.unsynced = False
+        self.averaged = 0
+        self.hook: GradientHook | None = None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The parameter's gradient, or None."""
+        return None if (parameter := self.parameter()) is None else parameter.grad
+
+    @property
+    def holds_unsynced(self) -> bool:
+        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have dropped it."""
+        return self.unsynced and self.gradient is not None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this tower has its own contribution."""
+        return self.arrived or self.holds_unsynced
+
+
+class SparseSlot(Slot):
+    """A parameter with sparse gradients. Its rows are gathered, not reduced: only existing rows are sent."""
+
+    __slots__ = ()
+
+    def contribution(self, channel: Communicator) -> Tensor:
+        """Returns this tower's contribution, which is zero if it has no gradient.
+
+        It is sparse on all towers, for a reduction row by row, unless some tower's gradient is dense because the
+        embedding is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
+        """
+        gradient = self.gradient
+        if gradient is None:
+            gradient = without_rows(self.shape, self.dtype, self.device)
+        dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
+        if not dense_somewhere.any():
+            return gradient
+        return to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+
+    def replace(self, gradient: Tensor) -> None:
+        """Gives the parameter the reduced gradient."""
+        if (parameter := self.parameter()) is not None:
+            parameter.grad = gradient
+        self.arrived = self.unsynced = False
+
+
+# -- buckets ----------------------------------------------------------------------------------------------
+
+
+class StreamOrder:
+    """Orders writes into one bucket (see [Note: one bucket, several streams]).
+
+    Args:
+        device: the bucket's, an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._stream: torch.Stream | None = None
+        self._several = False
+
+    def advance(self) -> None:
+        """Orders the current stream, on which a write happens now, after the stream of the previous write."""
+        stream, before = current_stream_of(self._index), self._stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+            self._several = True
+        self._stream = stream
+
+    def keep(self, gradients: Iterable[Tensor]) -> None:
+        """Ensures that the memory of gradients that are dropped after their copy is not used again before the copy."""
+        for gradient in gradients if self._several else ():
+            if not gradient.is_sparse and gradient.device.type != "tpu":  # see [Note: a TPU has one order]
+                assert self._stream is not None
+                gradient.record_stream(self._stream)
+
+    def reset(self) -> None:
+        """Forgets the streams of a backward that is over."""
+        self._stream, self._several = None, False
 
 
 class DenseSlot(Slot):
@@ -388,3 +538,135 @@ def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     if not buckets:
         buckets.append(Bucket(0, torch.float32, torch.device("cpu")))
     return buckets
+
+
+# -- all buckets of a model -------------------------------------------------------------------------------
+
+
+class Keys:
+    """Assigns keys. Towers that request keys in the same order get the same keys.
+
+    Args:
+        channel: the owner of the memory. No other code allocates there.
+    """
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+        self._next = 0
+        self._free: list[int] = []
+        self._released: list[int] = []
+
+    def new(self) -> int:
+        """Returns an unused key."""
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def release(self, key: int) -> None:
+        """Takes back a key under which no memory is reduced any more."""
+        self._channel.release(key)
+        self._released.append(key)
+
+    def recycle(self) -> None:
+        """Makes released keys available again. All towers have run a collective since their release.
+
+        See [Note: keys are used again, one layout later].
+        """
+        self._free += self._released
+        self._released = []
+
+
+class BucketLayout:
+    """Slots for the gradients of some parameters. Dense gradients are in buckets, sparse ones are separate.
+
+    Args:
+        bucket_bytes: size of a bucket.
+
+    Attributes:
+        buckets: the buckets of the dense gradients.
+        dense, sparse, slots: the slots of either kind, and all slots.
+        units: the number of buckets and sparse gradients.
+        trainable_units: for each unit, whether any of its parameters was trainable when it was laid out.
+    """
+
+    def __init__(self, parameters: Sequence[Named], bucket_bytes: int) -> None:
+        self._names = [named.name for named in parameters]
+        self.buckets: list[Bucket] = distribute([n for n in parameters if not n.sparse], bucket_bytes)
+        self.dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.sparse = [SparseSlot(named) for named in parameters if named.sparse]
+        self.slots: list[Slot] = [*self.dense, *self.sparse]
+        self.units = len(self.buckets) + len(self.sparse)
+        for bucket in self.buckets:
+            bucket.units = self.units
+        self.trainable_units = [any(slot.trainable for slot in bucket.slots) for bucket in self.buckets]
+        self.trainable_units += [slot.trainable for slot in self.sparse]
+        self._by_id = {id(slot.parameter()): slot for slot in self.slots}
+
+    def trainable(self) -> tuple[int, ...]:
+        """Returns the indices of the buckets that a first backward may have gradients for."""
+        return tuple(bucket.index for bucket in self.buckets if self.trainable_units[bucket.index]) or (0,)
+
+    def touched(self) -> list[bool]:
+        """Returns for each unit whether this tower has its own contribution."""
+        dense = [any(slot.fresh for slot in bucket.slots) for bucket in self.buckets]
+        return dense + [slot.fresh for slot in self.sparse]
+
+    def thawed(self, touched: Sequence[bool]) -> str | None:
+        """Returns a parameter of a unit that is touched, but was not trainable when it was laid out; or None."""
+        units = [bucket.slots for bucket in self.buckets] + [[slot] for slot in self.sparse]
+        for slots, here, trainable in zip(units, touched, self.trainable_units, strict=True):
+            if here and not trainable:
+                return slots[0].name
+        return None
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """Returns a parameter's slot, or None."""
+        slot = self._by_id.get(id(parameter))
+        return slot if slot is not None and slot.parameter() is parameter else None
+
+    def slots_of(self, parameters: Iterable[Tensor]) -> Iterator[Slot]:
+        """Returns the slots of those parameters that have one."""
+        return (slot for parameter in parameters if (slot := self.slot_of(parameter)) is not None)
+
+    def converted(self) -> str | None:
+        """Returns a parameter that was converted or moved since, with its present dtype and device; or None."""
+        for slot in self.slots:
+            now = slot.parameter()
+            if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):
+                return f"parameter {slot.name}, now {gradient_dtype(now)} on {now.device}"
+        return None
+
+    def kept(self, channel: Communicator) -> list[Named]:
+        """Returns the parameters that still exist on any tower, in the order of their addition. All towers call it.
+
+        A parameter that exists only on others (they keep a model that this tower has dropped) keeps its place here.
+        """
+        slots = {slot.name: slot for slot in self.slots}
+        local = bytes(slots[name].parameter() is not None for name in self._names)
+        everybody = channel.all_gather_bytes(local) if self._names else []
+        kept = []
+        for name, *alive in zip(self._names, *everybody, strict=True):
+            slot = slots[name]
+            if any(alive):
+                tensor = slot.parameter()
+                if tensor is None:
+                    tensor = torch.empty(slot.shape, dtype=slot.dtype, device=channel.device)
+                kept.append(Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot)))
+        return kept
+
+    def in_order_of(self, arrivals: Sequence[str], channel: Communicator) -> list[Named] | None:
+        """Returns the parameters of :meth:`kept`, ordered so that buckets fill in the order of ``arrivals``.
+
+        Returns None if they already have that order.
+
+        Args:
+            arrivals: names in the order in which gradients arrived, the same on all towers. Other parameters follow
+                them.
+        """
+        places = {name: place for place, name in enumerate(arrivals)}
+        names = sorted(self._names, key=lambda name: -places.get(name, len(places)))  # a layout starts with the last
+        if names == self._names:
+            return None
+        kept = {named.name: named for named in self.kept(channel)}
+        return [kept[name] for name in names if name in kept]

@@ -7,39 +7,64 @@ backward that last followed the same predecessor. All towers have seen the same 
 informs all towers of the units that any of them touched, and buckets that were not predicted follow. That is always
 exact, takes no additional collective, and wastes nothing after the first time. A parameter that a single tower used is
 exact, too.
-
-[Note: where the mean is taken] Through Gloo, gradients are multiplied by 1/N on the way into the bucket, as in DDP,
-instead of divided after the sum. This saves one pass over memory (1.9 ms of a 75 ms step for 10 million parameters on
-one core), and gives the bits of DDP with the same buckets. If N is a power of two, both give the same bits. NCCL takes
-gradients unchanged and multiplies as it reads them (``ReduceOp.AVG``). Shared memory multiplies piece by piece, in the
-cache.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from towers.collectives.agreement import RepeatedCalls
-from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError, MirrorError, TowersError
-from towers.gradients import pairing
-from towers.gradients.buckets import Bucket, DenseSlot
-from towers.gradients.layout import BucketLayout
-from towers.gradients.pairing import BackwardCounter
-from towers.gradients.prediction import Prediction
-from towers.gradients.slots import Slot, handles_gradients
-from towers.gradients.sparse import SparseSlot, average_rows
-from towers.gradients.usage import Comparison, Counts, Passed, Read, Summary
+from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
+from towers.gradients.flags import (
+    BackwardCounter,
+    Comparison,
+    Counts,
+    Passed,
+    Read,
+    Summary,
+    different_backwards,
+    same_backward,
+)
+from towers.gradients.reductions import Reduction
 from towers.health.failure import leave_if_caught
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
 from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
+
+_MAX_PATTERNS = 64
+
+Pattern = tuple[int, ...]
+
+
+class Prediction:
+    """Predicts the buckets that backwards touch. It is equal on all towers, which have seen the same backwards.
+
+    Args:
+        everything: the expected buckets of an unknown backward.
+    """
+
+    def __init__(self, everything: Pattern) -> None:
+        self._everything = everything
+        self._last: Pattern | None = None
+        self._follows: dict[Pattern | None, Pattern] = {}
+
+    def next(self) -> Pattern:
+        """Returns the buckets that the next backward will touch."""
+        return self._follows.get(self._last, self._everything)
+
+    def learn(self, pattern: Pattern) -> None:
+        """Records the buckets that the backward has touched."""
+        if len(self._follows) >= _MAX_PATTERNS:
+            self._follows.clear()
+        self._follows[self._last] = pattern
+        self._last = pattern
 
 
 class State(enum.Enum):
@@ -51,67 +76,6 @@ class State(enum.Enum):
 
 
 _NEXT = {State.IDLE: State.COLLECTING, State.COLLECTING: State.FINISHING, State.FINISHING: State.IDLE}
-
-
-class Reduction(ABC):
-    """Reduces packed buckets over all towers, which make the same calls in the same order.
-
-    Attributes:
-        scale: the factor for gradients on their way into the buckets (see [Note: where the mean is taken]).
-    """
-
-    scale: float = 1.0
-
-    @abstractmethod
-    def start(self, bucket: Bucket) -> None:
-        """Takes a packed bucket. It is reduced in parallel with the backward if possible, or in :meth:`finish`."""
-
-    @abstractmethod
-    def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """Waits until all started buckets are reduced (on a GPU: for later work).
-
-        Args:
-            buckets: the started buckets, in order.
-
-        Returns:
-            Every tail's sum over the towers, or its mean. It is zero if no tower has set a flag.
-        """
-
-    @abstractmethod
-    def reduce_sparse(self, slot: SparseSlot) -> None:
-        """Reduces a sparse gradient. The result is dense if some tower's gradient is, otherwise it is coalesced."""
-
-
-class AllReduce(Reduction):
-    """Averages buckets with all-reduces.
-
-    The communicator decides when they run: through c10d in parallel with the backward, and in shared memory in place
-    and all together when they are awaited (see [Note: copied at once] in :mod:`towers.gradients.buckets`).
-    """
-
-    def __init__(self, channel: Communicator) -> None:
-        self.scale = channel.prescale
-        self._channel = channel
-        self._pending: list[Pending] = []
-
-    def start(self, bucket: Bucket) -> None:
-        """Submits a bucket. This starts its all-reduce through c10d, and queues it in shared memory."""
-        self._pending.append(self._channel.submit_average(bucket.buffer))
-
-    def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        pending, self._pending = self._pending, []
-        for average in pending:
-            average.wait()
-        return [bucket.tail for bucket in buckets]
-
-    def reduce_sparse(self, slot: SparseSlot) -> None:
-        mean = slot.contribution(self._channel)
-        if mean.is_sparse:
-            mean = average_rows(self._channel, mean)
-        else:
-            self._channel.all_reduce(mean)
-            mean /= self._channel.size
-        slot.replace(mean)
 
 
 class Watch(Protocol):
@@ -379,7 +343,7 @@ class Cycle:
             MirrorError: some tower has unfrozen parameters that another one has not.
         """
         touched, some_continue, backward = counts.summary()
-        if not pairing.same_backward(backward):
+        if not same_backward(backward):
             raise self._break_off(self._channel.all_gather_bytes(str(self.backward).encode()))
         if some_continue and (name := self._layout.thawed(touched)) is not None:
             raise MirrorError(
@@ -390,6 +354,6 @@ class Cycle:
 
     def _break_off(self, texts: Sequence[bytes]) -> DisagreementError:
         """Returns the error of towers in different backwards, whose gradients are already in each other's mean."""
-        error = pairing.difference(self._channel.towers, texts)
+        error = different_backwards(self._channel.towers, texts)
         self._channel.break_off(error)
         return error

@@ -18,7 +18,7 @@ import torch
 
 from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import Slot
 from towers.system.extremes import concatenated, extremes, what_is_not_finite
 from towers.system.log import get_logger
 from towers.system.text import name_towers

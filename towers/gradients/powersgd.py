@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket, DenseSlot
-from towers.gradients.cycle import AllReduce
+from towers.gradients.reductions import AllReduce
 from towers.options import Compression
 from towers.system.torch_private import foreach_copy_
 

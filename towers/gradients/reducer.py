@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import Slot
 from towers.system.named import Named
 
 

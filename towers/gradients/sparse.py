@@ -7,33 +7,6 @@ from torch import Tensor
 
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
-from towers.gradients.slots import Slot
-
-
-class SparseSlot(Slot):
-    """A parameter with sparse gradients. Its rows are gathered, not reduced: only existing rows are sent."""
-
-    __slots__ = ()
-
-    def contribution(self, channel: Communicator) -> Tensor:
-        """Returns this tower's contribution, which is zero if it has no gradient.
-
-        It is sparse on all towers, for a reduction row by row, unless some tower's gradient is dense because the
-        embedding is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
-        """
-        gradient = self.gradient
-        if gradient is None:
-            gradient = without_rows(self.shape, self.dtype, self.device)
-        dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
-        if not dense_somewhere.any():
-            return gradient
-        return to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
-
-    def replace(self, gradient: Tensor) -> None:
-        """Gives the parameter the reduced gradient."""
-        if (parameter := self.parameter()) is not None:
-            parameter.grad = gradient
-        self.arrived = self.unsynced = False
 
 
 def has_rows(gradient: Tensor) -> bool:

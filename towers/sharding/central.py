@@ -36,11 +36,8 @@ from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import Communicator, PeerGroup
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, SharedMemoryCommunicator, join
 from towers.errors import StartupError
-from towers.gradients.keys import Keys
-from towers.gradients.layout import BucketLayout
-from towers.gradients.reduce_scatter import SharedChunks
-from towers.gradients.slots import Slot
-from towers.gradients.sparse import SparseSlot
+from towers.gradients.buckets import BucketLayout, Keys, Slot, SparseSlot
+from towers.gradients.reductions import SharedChunks
 from towers.sharding.shards import RowShard, Shard
 from towers.sharding.single_copy import SingleCopy, allocate, give_back_freed_memory
 from towers.sharding.state import ReadableState

@@ -1,7 +1,7 @@
 """Chooses how a strategy's optimizers are sharded.
 
 [Note: ways to shard] Towers that share memory average only their own chunks of the gradients
-(:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
+(:mod:`towers.gradients.reductions`), write their shards into each other's parameters, and can read each other's
 state without their help. GPUs also average only their chunks, and gather shards and state with collectives. All other
 towers (CPUs of several hosts, other accelerators) average whole gradients. With central storage, the updated parameters
 and the state are in the memory of one host. :func:`transport_for` decides between them, and no other code of the

@@ -4,7 +4,7 @@ When an optimizer steps, an inner optimizer does its work (:mod:`towers.sharding
 the parameters, so that time and state are divided by the number of towers. An optimizer that updates each element
 independently computes the same bits that way. If towers share memory, one step consists of the following::
 
-    backward                every tower has averaged its chunk of each bucket       towers/gradients/reduce_scatter.py
+    backward                every tower has averaged its chunk of each bucket       towers/gradients/reductions.py
     barrier                 all towers have reached the step
     inner.step()            updates the shards, with their chunk of the gradients
     spread                  each writes its shards into the others' parameters      towers/sharding/transport.py
@@ -31,9 +31,7 @@ from towers.collectives.agreement import announce_with_body
 from towers.collectives.communicator import from_bytes
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
-from towers.gradients.buckets import DenseSlot
-from towers.gradients.layout import BucketLayout
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import BucketLayout, DenseSlot, Slot
 from towers.sharding import state as sharded_state
 from towers.sharding.inner import (
     ShardedState,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import chunk_of
-from towers.gradients.buckets import DenseSlot
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import DenseSlot, Slot
 
 _PIECE_BYTES = 2**19
 """An optimizer traverses a parameter several times. On a CPU, a piece of this size stays in the cache between them."""

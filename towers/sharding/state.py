@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import as_bytes, from_bytes
 from towers.collectives.shared_memory.regions import Regions
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import Slot
 from towers.sharding.shards import Shard
 
 _ROOM = 64  # bytes for growing numbers of a header

@@ -19,12 +19,8 @@ from towers.collectives.agreement import RepeatedCalls, announce
 from towers.collectives.communicator import Communicator, InStep, as_bytes
 from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-from towers.gradients.buckets import Bucket, DenseSlot
-from towers.gradients.cycle import AllReduce, Reduction
-from towers.gradients.keys import Keys
-from towers.gradients.layout import BucketLayout
-from towers.gradients.reduce_scatter import ReduceScatter, ScatteredChunks, SharedChunks
-from towers.gradients.slots import Slot
+from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Keys, Slot
+from towers.gradients.reductions import AllReduce, ReduceScatter, Reduction, ScatteredChunks, SharedChunks
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
 from towers.system.memory_layout import ALONE, view_like
