@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from towers.errors import TowerFailedError as TowerFailedError
     from towers.errors import TowersError as TowersError
     from towers.gradients.powersgd import PowerSGD as PowerSGD
-    from towers.launching.launch import launch as launch
+    from towers.launching.starting.launch import launch as launch
     from towers.options import CommunicationOptions as CommunicationOptions
 
 _NAMES = {
@@ -94,7 +94,7 @@ _NAMES = {
         "MirrorError NonFiniteGradientError PeerLostError PortInUseError StartupError TowerFailedError TowersError"
     ),
     "towers.gradients.powersgd": "PowerSGD",
-    "towers.launching.launch": "launch",
+    "towers.launching.starting.launch": "launch",
     "towers.options": "CommunicationOptions",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -89,15 +89,15 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     try:
         names = _devices(parsed.towers, parsed.devices)
         if parsed.restarts or parsed.min_towers is not None:
-            from towers.launching.members import check_restarts
+            from towers.launching.restarting.policy import check_restarts
 
             check_restarts(parsed.restarts, parsed.min_towers, None, towers=len(names))
     except ValueError as error:
         parser.error(str(error))
     program = _program(parser, parsed)
-    gc.disable()  # [Note: no garbage while loading] of towers/launching/fork_server.py
-    from towers.launching import agent
+    gc.disable()  # [Note: no garbage while loading] of towers/launching/starting/fork_server.py
     from towers.launching.job import Job
+    from towers.launching.starting import agent
 
     kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
     again = {name: getattr(parsed, name) for name in ("restarts", "min_towers", "from_the_start")}
@@ -131,7 +131,7 @@ def _simulate_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespac
         parser.error(f"--workers is {parsed.workers}, but must be at least 1")
     if parsed.ps < 0:
         parser.error(f"--ps is {parsed.ps}, but must be at least 0")
-    from towers.launching import simulate_cluster
+    from towers.launching.starting import simulate_cluster
 
     return simulate_cluster.simulate(_program(parser, parsed), parsed.workers, parsed.ps)
 

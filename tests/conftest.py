@@ -89,7 +89,13 @@ def _reset_environment() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import, once instead of in each tower."""
-    modules = ["towers.launching.preloaded", "mirrored.strategy.kinds", "mirrored.checkpoint", "hypothesis", "pytest"]
+    modules = [
+        "towers.launching.starting.preloaded",
+        "mirrored.strategy.kinds",
+        "mirrored.checkpoint",
+        "hypothesis",
+        "pytest",
+    ]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["torch._inductor.compile_fx", "torchmetrics", "keras"]
     forkserver.set_forkserver_preload([*modules, "tests.support.jobs", "tests.support.huge_pages"])

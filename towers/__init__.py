@@ -25,7 +25,7 @@ from towers.errors import (
 from towers.topology import Topology
 
 if TYPE_CHECKING:
-    from towers.launching.launch import Failure, launch
+    from towers.launching.starting.launch import Failure, launch
 
 __all__ = [
     "CannotStartError",
@@ -52,6 +52,6 @@ if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
         """Imports ``towers.launch`` and ``towers.Failure`` on first use, because errors do not need a launcher."""
         if name not in ("Failure", "launch"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from towers.launching import launch as module
+        from towers.launching.starting import launch as module
 
         return getattr(module, name)

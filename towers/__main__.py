@@ -8,7 +8,7 @@ import gc
 import pathlib
 import sys
 
-gc.disable()  # [Note: no garbage while loading] of towers/launching/fork_server.py
+gc.disable()  # [Note: no garbage while loading] of towers/launching/starting/fork_server.py
 
 _here = pathlib.Path(__file__).resolve().parent
 if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
@@ -16,6 +16,6 @@ if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
 if str(_here.parent) not in sys.path:
     sys.path.append(str(_here.parent))
 
-from towers.launching.agent import main  # noqa: E402
+from towers.launching.starting.agent import main  # noqa: E402
 
 main(sys.argv[1:])

@@ -111,12 +111,12 @@ class ForkedError(TowersError):
 
 
 class TowerFailedError(TowersError):
-    """A tower of a :func:`towers.launching.launch` job failed.
+    """A tower of a :func:`towers.launch` job failed.
 
     Attributes:
         tower: index of the tower that failed first.
-        failures: a :class:`towers.launching.launch.Failure` (tower, exception or None, traceback) for every tower that
-            failed, in order of time.
+        failures: a :class:`towers.Failure` (tower, exception or None, traceback) for every tower that failed, in order
+            of time.
     """
 
     def __init__(self, message: str, tower: int, failures: tuple[object, ...] = ()) -> None:

@@ -123,7 +123,7 @@ class MirroredStrategy(Strategy):
         seed: int | None = None,
     ) -> None:
         if restarts != 0 or min_towers is not None:
-            from towers.launching.members import check_restarts
+            from towers.launching.restarting.policy import check_restarts
 
             check_restarts(restarts, min_towers, virtual_towers)
         training = self._options(

@@ -29,7 +29,7 @@ from mirrored.verification.report import VerificationReport, make_report
 from mirrored.verification.trace import Raised, Trace, mentions_in
 from towers import errors
 from towers.health import failure
-from towers.launching.launch import launch, launch_from_new_process
+from towers.launching.starting.launch import launch, launch_from_new_process
 from towers.system import devices as towers_devices
 from towers.system import machine
 

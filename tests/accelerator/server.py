@@ -104,7 +104,7 @@ def _serve(kind: str, connection: Connection) -> None:
     if kind != "cuda" and os.environ.get("MIRRORED_TEST_DEVICE"):
         from tests.accelerator import preloaded  # noqa: F401
 
-        forkserver.set_forkserver_preload(["towers.launching.preloaded", "tests.accelerator.preloaded"])
+        forkserver.set_forkserver_preload(["towers.launching.starting.preloaded", "tests.accelerator.preloaded"])
         forkserver.ensure_running()
     if kind == "tpu":
         torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=2)

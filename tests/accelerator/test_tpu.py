@@ -21,8 +21,8 @@ from tests.accelerator.test_start import SCRIPT
 from tests.simulated_device import INSTALLED
 from tests.simulated_device.tpu import set_tpu_launch_env
 from tests.support.programs import end_of, run_command, run_program, start_program
-from towers.launching.simulate_cluster import reserve_ports
-from towers.launching.tpu import set_environment
+from towers.launching.starting.agent import set_tpu_environment
+from towers.launching.starting.simulate_cluster import reserve_ports
 from towers.system import tpu
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
@@ -144,17 +144,17 @@ def launch_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("launch_env")
 def test_towers_that_cannot_work_together() -> None:
     with pytest.raises(CannotStartError, match=r"cannot start 3 towers on this host: No TPU topology found"):
-        set_environment(3, 0, 1)
-    set_environment(2, 0, 1)
+        set_tpu_environment(3, 0, 1)
+    set_tpu_environment(2, 0, 1)
     with pytest.raises(CannotStartError, match=f"{ADDRESSES} is for 2 towers, but 4 are to start"):
-        set_environment(4, 0, 1)
+        set_tpu_environment(4, 0, 1)
 
 
 @pytest.mark.row(61)
 @pytest.mark.usefixtures("launch_env")
 def test_hosts_without_the_shape_of_their_slice() -> None:
     with pytest.raises(CannotStartError, match="TORCH_TPU_TOPOLOGY is not set: .* it is the whole slice's, as 4,4,1"):
-        set_environment(2, 0, 2)
+        set_tpu_environment(2, 0, 2)
 
 
 def test_the_doctor_says_what_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining.participant import Participant, versions
 from towers.joining.store import Message, serve_store
-from towers.launching import agent
 from towers.launching.job import Job
+from towers.launching.starting import agent
 
 
 def worker_job(worker: int, addresses: list[str], seconds: float = HANG) -> Job:

@@ -12,7 +12,7 @@ import mirrored
 from tests.support.programs import run_program
 from towers.collectives import nccl
 from towers.collectives.connecting import compare_towers
-from towers.launching import simulate_cluster
+from towers.launching.starting import simulate_cluster
 from towers.system import devices
 
 

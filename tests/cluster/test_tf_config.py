@@ -13,8 +13,8 @@ import mirrored
 from mirrored import ClusterError, LocalClusterResolver, TFConfigClusterResolver
 from mirrored.cluster import resolve
 from tests.support.clusters import torchrun_variables
-from towers.launching import workers
 from towers.launching.job import Job, agent_command
+from towers.launching.restarting import meeting
 from towers.system.text import split_address
 
 
@@ -218,7 +218,7 @@ def test_tf_config_and_world_size_disagree() -> None:
 def test_two_spellings_of_one_address_are_one() -> None:
     for one, other in (("[::1]:5", "[0:0:0::1]:5"), ("Host:5", "host:5"), ("localhost:5", "127.0.0.1:5")):
         refused(first_of(worker=[one, other]), r"cluster.worker\[0\] and cluster.worker\[1\] are the same address")
-        assert workers.compare_clusters(0, message_of(one), 1, message_of(other)) is None
+        assert meeting.compare_clusters(0, message_of(one), 1, message_of(other)) is None
 
 
 def message_of(address: str) -> dict[str, object]:

@@ -24,7 +24,8 @@ ASSEMBLERS = {
     *("mirrored.losses", "mirrored.data.examples"),  # what a tower without examples needs
     *("mirrored.cluster", "mirrored.data.distribute", "towers.collectives.connecting"),  # one of several kinds
     "mirrored.strategy.kinds",  # what starting again needs
-    *("towers.launching.agent", "towers.system.accelerator"),  # what several workers and one kind of device need
+    "towers.launching.starting.agent",  # what several workers and restarts need
+    "towers.system.accelerator",  # what one kind of device needs
 }
 """The modules of the core that may import annexes, when a script asks for them."""
 
@@ -40,7 +41,7 @@ DEFAULT_RUN = Script(
 """What most scripts do, on two CPU towers."""
 
 DEFAULT_AGENT = (
-    "import sys; from towers.launching import agent, job; "
+    "import sys; from towers.launching import job; from towers.launching.starting import agent; "
     "agent.leave = lambda _: print(*sys.modules); agent.run(job.Job(towers=2), [sys.executable, sys.argv[1]])"
 )
 """The agent that such a script becomes, which lists its modules after those of the script."""
@@ -90,7 +91,7 @@ def test_the_core_imports_annexes_in_its_assemblers_only() -> None:
     assert len(graph.modules) == len(list(modules()))
     importers = {name for name in core() if graph.find_modules_directly_imported_by(name) - core()}
     assert importers <= ASSEMBLERS
-    assert not core() & {"towers.launching.restarts", "towers.launching.failure_broadcast"}
+    assert not core() & {"towers.launching.restarting.restarts", "towers.launching.supervising.failure_broadcast"}
     assert importers >= {"mirrored.strategy.engine", "towers.collectives.connecting"}
 
 

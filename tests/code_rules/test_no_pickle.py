@@ -1,10 +1,10 @@
 """Nothing that is read from disk or from the wire is run: no pickle and nothing like it in our code.
 
-There are four exceptions. The contract of ``towers/launching/launch.py`` is to send the caller's own function and its
-results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
+There are four exceptions. The contract of ``towers/launching/starting/launch.py`` is to send the caller's own function
+and its results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
 cloudpickle. ``mirrored/parameter_server/references.py`` sends functions to the job's own actors, by Ray's channels.
-``towers/launching/fork_server.py`` runs the user's own program, as Python does. ``mirrored/__init__.py`` imports
-modules when their names are first used, from a table that stands in it.
+``towers/launching/starting/fork_server.py`` runs the user's own program, as Python does. ``mirrored/__init__.py``
+imports modules when their names are first used, from a table that stands in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ANYWHERE = {
     *("Listener", "allow_pickle"),
 }
 MAY = {
-    ROOT / "towers" / "launching" / "launch.py": "pickle",
+    ROOT / "towers" / "launching" / "starting" / "launch.py": "pickle",
     ROOT / "mirrored" / "parameter_server" / "references.py": "pickle",
-    ROOT / "towers" / "launching" / "fork_server.py": "exec",
+    ROOT / "towers" / "launching" / "starting" / "fork_server.py": "exec",
     ROOT / "mirrored" / "__init__.py": "import_module",
     ROOT / "mirrored" / "verification" / "files.py": "save",  # it observes the script's own calls
 }
@@ -115,7 +115,7 @@ def test_what_only_sounds_like_it_is_let_through() -> None:
 
 def test_launch_reads_pickles_where_its_own_processes_answer_only() -> None:
     """What reads a pickle in launch.py reads it from a pipe to a process that launch itself has started."""
-    tree = ast.parse((ROOT / "towers" / "launching" / "launch.py").read_text())
+    tree = ast.parse((ROOT / "towers" / "launching" / "starting" / "launch.py").read_text())
     readers = {
         function.name
         for function in ast.walk(tree)

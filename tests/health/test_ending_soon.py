@@ -150,7 +150,7 @@ def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
 LEAVING = """
 import threading
 from torch.distributed import TCPStore
-from towers.launching.agent import leave
+from towers.launching.starting.agent import leave
 
 store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 

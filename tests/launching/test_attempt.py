@@ -16,12 +16,12 @@ from tests.support.programs import end_of, start_command
 from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
-from towers.launching import simulate_cluster
-from towers.launching.attempt import Attempt
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
-from towers.launching.rendezvous import Rendezvous
-from towers.launching.restarts import RestartableAttempt
+from towers.launching.restarting.rendezvous import Rendezvous
+from towers.launching.restarting.restarts import RestartableAttempt
+from towers.launching.starting import simulate_cluster
+from towers.launching.supervising.attempt import Attempt
+from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.topology import ERROR_FILE, STATUS_RECORD
 
 pytestmark = pytest.mark.extended

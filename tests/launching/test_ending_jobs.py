@@ -13,9 +13,14 @@ from tests.support.clusters import free_port
 from tests.support.waiting import HANG, wait_until
 from towers import PortInUseError
 from towers.joining.store import SignedStore, serve_store
-from towers.launching.attempts import _ATTEMPT, _PRESENT, ChiefRendezvous, FollowerRendezvous
 from towers.launching.job import Job
-from towers.launching.workers import WorkersRendezvous
+from towers.launching.restarting.meeting import (
+    _ATTEMPT,
+    _PRESENT,
+    ChiefRendezvous,
+    FollowerRendezvous,
+    WorkersRendezvous,
+)
 
 TOKEN = "a token"
 

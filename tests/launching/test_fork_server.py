@@ -100,7 +100,7 @@ import os, sys
 
 del sys.path[0]  # the current directory
 from tests.support.programs import run_program
-from towers.launching.fork_server import ForkServer
+from towers.launching.starting.fork_server import ForkServer
 
 words = [sys.executable, *sys.argv[1:]]
 process = ForkServer(sys.path).start(words, env=os.environ, stdout=None, stderr=None, start_new_session=True)
@@ -160,7 +160,7 @@ def test_without_its_server_an_agent_starts_a_new_python_and_a_fork_ends_with_it
     """The fork has the standard output, so it is waited for as well."""
     program = """
 import os, sys, time
-from towers.launching.fork_server import ForkServer
+from towers.launching.starting.fork_server import ForkServer
 
 settings = {"env": os.environ, "stdout": None, "stderr": None, "start_new_session": True}
 server = ForkServer(sys.path)

@@ -18,10 +18,10 @@ from tests.support.programs import Program, start_program
 from tests.support.restarts import Workers
 from tests.support.waiting import HANG, wait_until
 from towers.errors import StartupError
-from towers.launching.attempts import FollowerRendezvous
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
-from towers.launching.keepalive import KeepaliveConnection, KeepaliveServer
+from towers.launching.restarting.keepalive import KeepaliveConnection, KeepaliveServer
+from towers.launching.restarting.meeting import FollowerRendezvous
+from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.system.timeouts import run_with_timeout
 
 pytestmark = pytest.mark.extended
@@ -78,7 +78,7 @@ def test_where_nobody_listens_there_is_no_keepalive() -> None:
 
 ENDS = """
 import socket, sys, time
-from towers.launching.keepalive import KeepaliveConnection, KeepaliveServer
+from towers.launching.restarting.keepalive import KeepaliveConnection, KeepaliveServer
 
 host, port = sys.argv[1:]
 chief = KeepaliveServer(socket.create_server((host, 0)), 1.0) if port == "0" else None

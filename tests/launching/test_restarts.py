@@ -19,12 +19,13 @@ from tests.support.programs import run_command, run_program, start_command
 from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import HANG, wait_until
 from towers.joining.store import SignedStore, serve_store
-from towers.launching.attempts import _ATTEMPT, _PRESENT, FollowerRendezvous
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
-from towers.launching.members import choose_members, on_devices_left
-from towers.launching.rendezvous import Rendezvous
-from towers.launching.restarts import RestartableAttempt, _reason_against
+from towers.launching.restarting.meeting import _ATTEMPT, _PRESENT, FollowerRendezvous
+from towers.launching.restarting.policy import choose_members, on_devices_left
+from towers.launching.restarting.rendezvous import Rendezvous
+from towers.launching.restarting.restarts import RestartableAttempt, _reason_against
+from towers.launching.supervising.attempt import Failed
+from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.system.timeouts import Deadline
 
 pytestmark = pytest.mark.extended
@@ -137,9 +138,10 @@ def test_an_exception_of_another_tower_may_be_the_same_failure(tmp_path: pathlib
     job = Job(2, restarts=5)
     attempt = RestartableAttempt(job, tmp_path, 0, FailureBroadcast(""), Rendezvous(job, ""))
     end = "failed before its first step: ValueError: boom"
-    failures = [(f"tower 0 {end}", 0), (f"root cause: tower 1 on there (worker 1) {end}", 0)]
+    failures = [(Failed(f"tower {tower} {end}", end), 0) for tower in (0, 1)]
     assert _reason_against(job, attempt, failures).startswith("it failed in the same way")
-    assert _reason_against(job, attempt, [("tower 0 was ended", 0), ("tower 1 was ended", 0)]) == ""
+    ends = [Failed(sentence, sentence) for sentence in ("tower 0 was ended", "tower 1 was ended")]
+    assert _reason_against(job, attempt, [(end, 0) for end in ends]) == ""
 
 
 @pytest.mark.row(70)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tests.support.programs import Program, start_program
 from towers.launching.job import Job
-from towers.launching.simulate_cluster import reserve_ports
+from towers.launching.starting.simulate_cluster import reserve_ports
 
 _reserved: list[socket.socket] = []
 """The sockets that keep the ports of this process's tests from everybody else, to its end."""

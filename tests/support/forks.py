@@ -1,9 +1,9 @@
 """Starts programs of the tests as forks of a process that has loaded torch and its compiler.
 
 A new Python needs seconds of a core to load both, a fork hundredths of a second. The program finds the same state as in
-a new Python, with the exceptions in [Note: a fork in place of a new Python] of :mod:`towers.launching.fork_server`. The
-commands ``mirrored`` and ``torchrun``, agents, and functions of the tests are forks. Scripts that tests start with
-``python``, and the towers of torchrun, are new Pythons.
+a new Python, with the exceptions in [Note: a fork in place of a new Python] of
+:mod:`towers.launching.starting.fork_server`. The commands ``mirrored`` and ``torchrun``, agents, and functions of the
+tests are forks. Scripts that tests start with ``python``, and the towers of torchrun, are new Pythons.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
 from tests.support.waiting import HANG
-from towers.launching import fork_server
+from towers.launching.starting import fork_server
 
 _LONGEST = 1 << 17  # bytes of a request
 _INHERITED = 500  # the first descriptor that programs keep: tests/support/startup
@@ -119,7 +119,7 @@ def serve(requests: socket.socket) -> NoReturn:
     path = sys.path[1:]
     gc.disable()
     from mirrored import cli  # noqa: F401
-    from towers.launching import agent  # noqa: F401
+    from towers.launching.starting import agent  # noqa: F401
     from towers.system.torch_private import load_compiler
 
     load_compiler()

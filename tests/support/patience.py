@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from tests.support.waiting import HANG, wait_until
-from towers.launching import launch
+from towers.launching.starting import launch
 
 PATIENT_AGENTS = "TESTS_PATIENT_AGENTS"
 """Is set where towers of agents that tests fork may be forks; not empty: these agents are to wait."""
@@ -30,13 +30,13 @@ def make_agent_patient() -> None:
     """In the process of an agent, before it starts any tower."""
     if not os.environ.get(PATIENT_AGENTS):
         return
-    from towers.launching import attempt, exit_report, failure_broadcast
+    from towers.launching.supervising import attempt, failure_broadcast
 
-    def await_failure(broadcast: failure_broadcast.FailureBroadcast) -> str | None:
+    def await_failure(broadcast: failure_broadcast.FailureBroadcast) -> attempt.Failed | None:
         """What another worker has published, a failure or that its towers have ended well; None for the latter."""
         wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast.ends()))
         return broadcast.received
 
-    attempt._TOGETHER = exit_report._OTHERS_TOGETHER = HANG
+    attempt._TOGETHER = attempt._OTHERS_TOGETHER = HANG
     failure_broadcast._SECONDS = failure_broadcast._ANSWER_SECONDS = HANG
     failure_broadcast.FailureBroadcast._await_failure = await_failure  # type: ignore[method-assign]

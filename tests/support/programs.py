@@ -227,7 +227,7 @@ def ended_with(code: int, words: Sequence[str], returncode: int | None, errors: 
     """Whether a program has ended with this exit code.
 
     torchrun may abort after its job has failed, while its interpreter ends: a thread returns from a store in C++ (torch
-    2.13; ``run`` of :mod:`towers.launching.agent` avoids it). The abort then hides its exit code.
+    2.13; ``run`` of :mod:`towers.launching.starting.agent` avoids it). The abort then hides its exit code.
     """
     is_torchrun = any("torchrun" in word or word == "torch.distributed.run" for word in words)
     aborted = returncode == -signal.SIGABRT and "terminate called without an active exception" in errors

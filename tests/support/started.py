@@ -19,7 +19,7 @@ def main(kind: str, *words: str) -> int | None:
 
         return cli.main(words)
     if kind == "agent":
-        from towers.launching import agent
+        from towers.launching.starting import agent
 
         agent.main([words[0], sys.executable, *words[1:]])
     module, _, name = words[0].partition(":")

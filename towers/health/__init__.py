@@ -4,11 +4,11 @@
 event                                      code that handles and reports it, in this order
 =========================================  ===========================================================================
 the script raises an exception             the hook of ``failure.install_hooks`` writes a ``FailureReport`` and ends the
-                                           process; ``launching/attempt.py`` ends the other towers;
-                                           ``launching/exit_report.py`` composes the output of ``agent.run``: the
+                                           process; ``supervising/attempt.py`` ends the other towers;
+                                           ``attempt.ending_of`` composes the output of ``agent.run``: the
                                            traceback, then
                                            ``mirrored: tower 1 failed in step 3, backward: ValueError: …``
-a tower is killed, or calls ``os._exit``   there is no report: ``exit_report._failure`` takes the exit code, and the
+a tower is killed, or calls ``os._exit``   there is no report: ``attempt._failure`` takes the exit code, and the
                                            tower's position from its ``status.StatusRecord``
 a tower waits for a tower that is gone     a ``PeerLostError`` (``collectives/shared_memory/barrier.py``, or
                                            ``timeout_messages.connection_lost``), a consequence: it is reported two
@@ -23,16 +23,16 @@ a step passes its deadline                 ``heartbeat._watch_steps`` reports a 
 NCCL finds an error or a timeout           ``collectives/nccl_watch.py`` reports it and ends the process
 models differ when the programs end        ``mirrored/attached/last_check.py``, in the tower that ends last
 the job receives SIGTERM or a similar      ``Attempt.forward`` sends the signal to the towers. Towers that save end with
-signal                                     exit code 75: ``exit_report._preempted``; otherwise the agent dies of the
+signal                                     exit code 75: ``attempt._preempted``; otherwise the agent dies of the
                                            signal
 another worker fails                       ``FailureBroadcast.listen`` receives it → ``Attempt.wait`` returns →
                                            ``Attempt.end``; the exit report prints the received failure, exit code 1
 the agent is gone                          ``failure.end_with_parent``, the parent watchdog, kills the tower
-a tower ends early with exit code 0        ``exit_report._first_good_end``, after another tower has failed because of it
+a tower ends early with exit code 0        ``attempt._first_good_end``, after another tower has failed because of it
 all towers end well                        ``process_group.leave_at_exit``; workers wait for each other in
-                                           ``exit_report.make_exit_report``; nothing is printed
+                                           ``attempt.ending_of``; nothing is printed
 =========================================  ===========================================================================
 
-Under ``mirrored.launch``, the towers send exceptions through pipes, and ``launching/launch.py`` raises a
+Under ``mirrored.launch``, the towers send exceptions through pipes, and ``starting/launch.py`` raises a
 ``TowerFailedError`` instead of printing a last line. Under the user's own torchrun, torchrun prints the report.
 """

@@ -18,14 +18,13 @@ The other ways to the same towers:
 
 - ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start. It also sets DEVICES.
 - ``TF_CONFIG=… python train.py`` on every worker: each process becomes an agent, ``{"towers": 1, "worker": 1,
-  "workers": 2, "addresses": […], …}``. The agents meet at the chief's address (``workers.py``). JOB_TOKEN is the
+  "workers": 2, "addresses": […], …}``. The agents meet at the chief's address (``meeting.py``). JOB_TOKEN is the
   user's. ``mirrored cluster`` starts such workers on one machine (``simulate_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves. There is no agent of ``mirrored``.
 - ``mirrored.launch(fn)``: the caller supervises. A fork server that has loaded torch forks the towers, with the
   variables that torchrun would set (``launch.py``).
 
-``agent.py`` runs torchrun's engine, ``failure_broadcast.py`` informs the other workers, and ``exit_report.py`` reports
-how the job ended. If the job may restart, ``restarts.py`` runs one attempt after the other. ``attempt.py`` supervises
-the towers, however they were started, and decides when they end. The names of the variables are in
-:mod:`towers.topology`.
+There are three rooms: ``starting`` starts the processes, ``supervising`` decides when they end and reports how, and
+``restarting`` is how agents meet and start again. ``job.py`` describes a job to its agent, and ``console.py`` prints
+what towers write. The names of the variables are in :mod:`towers.topology`.
 """

@@ -78,7 +78,7 @@ class Job:
 
 
 def agent_command(job: Job, program: Sequence[str]) -> list[str]:
-    """Returns the command line of an agent (:mod:`towers.launching.agent`) that runs ``program`` in every tower.
+    """Returns the command line of an agent that runs ``program`` in every tower.
 
     Args:
         program: a full command line.

@@ -4,7 +4,7 @@ Each has the reason why no public name suffices, or other projects that rely on 
 2.9.1, 2.13.0, 2.14.1 and 2.15.0. ``tests/code_rules/test_torch_private.py`` uses each of them on the installed torch.
 There are two exceptions: c10d calls some methods of a process group by private names, under which
 :mod:`towers.c10d.group` must define them; and torchrun's agent is extended through the methods that its documentation
-leaves to subclasses (:mod:`towers.launching.agent`).
+leaves to subclasses (:mod:`towers.launching.starting.agent`).
 
 This module does not import torch's compiler, which takes a second to load.
 """

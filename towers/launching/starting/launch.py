@@ -33,7 +33,7 @@ from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.joining.store import serve_store
 from towers.launching import console
-from towers.launching.attempt import Attempt, unhandled
+from towers.launching.supervising.attempt import Attempt, unhandled
 from towers.system import devices, machine
 from towers.system.timeouts import Deadline, wait_until
 from towers.system.torch_private import is_in_bad_fork
@@ -107,7 +107,7 @@ def launch(
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     start_method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["towers.launching.preloaded"])
+    context.set_forkserver_preload(["towers.launching.starting.preloaded"])
     token = secrets.token_hex()
     store = serve_store("127.0.0.1", 0, "launch", token)
     with console.Relay() as relay:

@@ -14,6 +14,7 @@ started again, which is handled like other failures.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch.distributed import Store
 
 from towers.errors import HandshakeError
 from towers.joining.store import TIMEOUT, SignedStore
-from towers.launching.attempt import Broadcast
+from towers.launching.supervising.attempt import Broadcast, Failed
 from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
@@ -62,7 +63,8 @@ def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
         raise HandshakeError(
             f"worker {worker} is already taken by a process on {host}: end that one, or wait for its end"
         )
-    signed.publish(_FAILURE, {"sentence": f"worker {worker} was started again, on {socket.gethostname()}"})
+    sentence = f"worker {worker} was started again, on {socket.gethostname()}"
+    signed.publish(_FAILURE, {"sentence": sentence, "kind": sentence})
     return True
 
 
@@ -111,7 +113,7 @@ class FailureBroadcast(Broadcast):
                     self.joins = self._joinable and signed.read(_JOINS) is not None
                     clock.sleep(interval)
                 in_time(_SECONDS, lambda: self._acknowledge(signed))
-                self.received = printable(message.get("sentence"))
+                self.received = Failed(printable(message.get("sentence")), printable(message.get("kind")))
 
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
@@ -129,16 +131,17 @@ class FailureBroadcast(Broadcast):
         """Returns whether a worker has requested to join so far."""
         return self.joins or (self._joinable and self._ask(lambda store: store.read(_JOINS)) is not None)
 
-    def first_failure(self, sentence: str | None) -> str | None:
+    def first_failure(self, failed: Failed | None) -> Failed | None:
         """Returns the first failure, after the listener has read it back.
 
         Worker 0 can therefore wait until all workers have read it.
         """
-        sentence = sentence or self._await_failure() or next(iter(self.ends()), None)
-        if sentence is not None and self._store is not None and self.received is None:
-            self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
+        failed = failed or self._await_failure() or next((Failed(end, end) for end in self.ends()), None)
+        if failed is not None and self._store is not None and self.received is None:
+            message = dataclasses.asdict(failed)
+            self._ask(lambda store: store.publish(_FAILURE, message))
             wait_until(lambda: self.received is not None, _SECONDS)
-        return self.received or sentence
+        return self.received or failed
 
     def miss(self, sentence: str) -> None:
         """Treats a lost worker as the first failure, without waiting until that worker has read it.
@@ -146,12 +149,13 @@ class FailureBroadcast(Broadcast):
         The chief informs the others. If the chief is lost, the store through which a worker could inform others is
         lost, too.
         """
+        failed = Failed(sentence, sentence)
         if self._worker == 0:
-            self.first_failure(sentence)
-        self.received = self.received or sentence
+            self.first_failure(failed)
+        self.received = self.received or failed
         self._knows = False
 
-    def _await_failure(self) -> str | None:
+    def _await_failure(self) -> Failed | None:
         """Returns the first failure that another worker publishes, or None if none does within a moment."""
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received

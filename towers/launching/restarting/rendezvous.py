@@ -1,6 +1,6 @@
 """The meeting point of an agent and its towers, in the form that torchrun needs. A single worker serves it on loopback.
 
-Several workers meet through :mod:`towers.launching.workers`.
+Several workers meet through :mod:`towers.launching.restarting.meeting`.
 """
 
 from __future__ import annotations

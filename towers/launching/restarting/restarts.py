@@ -3,7 +3,7 @@
 [Note: attempts] The agent runs one attempt after the other, each in new processes. It stops when an attempt ends well
 or is preempted, when a signal ends the agent itself, or when it gives up. The script restores the newest checkpoint
 that all towers have, as after a start by hand. With several workers, the chief's agent decides, and the others follow
-it (:mod:`towers.launching.attempts`).
+it (:mod:`towers.launching.restarting.meeting`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
 from towers.health.peers import Status
-from towers.launching.attempt import Attempt
-from towers.launching.attempts import ChiefRendezvous, FollowerRendezvous, JobEndedError
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
-from towers.launching.members import on_devices_left
-from towers.launching.rendezvous import Rendezvous
-from towers.launching.workers import WorkersRendezvous
+from towers.launching.restarting.meeting import ChiefRendezvous, FollowerRendezvous, JobEndedError, WorkersRendezvous
+from towers.launching.restarting.policy import on_devices_left
+from towers.launching.restarting.rendezvous import Rendezvous
+from towers.launching.supervising.attempt import Attempt, Ending, Failed
+from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.system.text import name_towers
 from towers.system.timeouts import Deadline
 from towers.topology import DEVICES, MEMORY
@@ -36,23 +35,23 @@ _STOP_GRACE = 1.0  # seconds: errors of towers that wait for a stopped one arriv
 
 
 def run_attempts(
-    job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Job, Attempt, Rendezvous], tuple[int, str]]
-) -> tuple[int, str]:
+    job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Job, Attempt, Rendezvous], Ending]
+) -> Ending:
     """Runs attempts at a job until one is the last, see [Note: attempts].
 
     Args:
         token: the job's.
         directory: private to this process.
-        run_attempt: runs one attempt to its end, and returns the same as this function for it.
+        run_attempt: runs one attempt to its end.
 
     Returns:
-        The exit code, and the message that is printed last.
+        The end of the last attempt.
     """
     _offer_memory(directory / "memory")
     several = ChiefRendezvous if job.worker == 0 else FollowerRendezvous
     rendezvous: Rendezvous = several(job, token) if job.addresses else Rendezvous(job, token)
-    failures: list[tuple[str, int]] = []  # of each attempt, the last line and the step that it reached
-    code, against = 0, ""
+    failures: list[tuple[Failed, int]] = []  # and the step that the attempt reached
+    ending, against = Ending(0), ""
     try:
         for number in itertools.count():
             broadcast = FailureBroadcast(token, joinable=job.min_towers is not None)
@@ -61,36 +60,34 @@ def run_attempts(
             if number and job.min_towers is not None and job.kind != "cpu" and not job.addresses:
                 part = on_devices_left(job)
                 os.environ[DEVICES] = ",".join(part.devices)
-            code, text = run_attempt(part, attempt, rendezvous)
+            ending = run_attempt(part, attempt, rendezvous)
             then = f"restarting all towers ({len(failures) + 1} of {job.restarts} restarts)"
-            if code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
-                code, then = 0, "restarting all towers, with a worker that has rejoined"
-            elif code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
+            if ending.code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
+                ending, then = Ending(0, ending.text), "restarting all towers, with a worker that has rejoined"
+            elif ending.failed is None or attempt.forwarded is not None:
                 break
             elif job.worker > 0:
                 then = "worker 0 decides whether all towers restart"
             else:
-                failures.append((_last_line(text), attempt.step))
+                failures.append((ending.failed, attempt.step))
                 if against := _reason_against(job, attempt, failures):
                     break
-            print(f"{text}\nmirrored: {then}", file=sys.stderr, flush=True)
+            print(f"{ending.text}\nmirrored: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
-        return code or error.code, f"mirrored: {error}"  # the failed tower's code, if a tower of this worker has failed
+        code = ending.code or error.code  # the failed tower's code, if a tower of this worker has failed
+        return Ending(code, f"mirrored: {error}")
     except (StartupError, OSError, SignalException) as error:
         if isinstance(rendezvous, ChiefRendezvous):
             ended = f"worker 0 received {error.sigval.name}" if isinstance(error, SignalException) else error
             rendezvous.end(str(ended), 1, given_up=True)
         raise
-    end = _last_line(text) if text else "the job has ended"
+    code, text = ending.code, ending.text
+    end = text.splitlines()[-1].removeprefix("mirrored: ") if text else "the job has ended"
     if against:
         text, end = f"{text}\nmirrored: not restarted: {against}", f"{end}; not restarted: {against}"
     if isinstance(rendezvous, ChiefRendezvous):
         rendezvous.end(end, code if code >= 0 else 128 - code, given_up=bool(against))
-    return code, text
-
-
-def _last_line(text: str) -> str:
-    return text.splitlines()[-1].removeprefix("mirrored: ")
+    return Ending(code, text)
 
 
 def _offer_memory(folder: pathlib.Path) -> None:
@@ -173,14 +170,13 @@ class RestartableAttempt(Attempt):
         return [status for status in map(self.status_of, self.processes) if status is not None]
 
 
-def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[str, int]]) -> str:
+def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[Failed, int]]) -> str:
     """Returns why the towers do not restart after these failures, as part of a sentence; empty if they restart."""
-    first, last = failures[0][0], failures[-1][0]
+    first, last = failures[0][0].sentence, failures[-1][0].sentence
     first = f"; root cause: {first}" if first != last else ""
     if len(failures) > job.restarts:
         return f"the limit of {job.restarts} restarts is reached{first}"
-    # The same exception on another tower counts as the same failure.
-    last_two = [(text.partition(" failed ")[2] or text, step) for text, step in failures[-2:]]
+    last_two = [(failed.kind, step) for failed, step in failures[-2:]]
     if last_two[1:] == last_two[:1]:
         return f"it failed in the same way at the same step as before{first}"
     if job.from_the_start or attempt.restores or not attempt.step:

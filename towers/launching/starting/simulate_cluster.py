@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 
 from towers.launching import console
-from towers.launching.attempt import Attempt, see_children_end, unhandled
+from towers.launching.supervising.attempt import Attempt, see_children_end, unhandled
 from towers.system import devices, machine
 from towers.topology import JOB_TOKEN
 

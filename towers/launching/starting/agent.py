@@ -5,15 +5,15 @@ collects the towers. Plain ``python -m torch.distributed.run`` prints each failu
 exits with 1, whatever the script's exit code was, and leaves a temporary directory behind at each start. It can
 redirect standard output only into files, and its time-out for missing workers names none of them. ``mirrored`` adds:
 
-- how towers end (:mod:`towers.launching.attempt`);
+- how towers end (:mod:`towers.launching.supervising.attempt`);
 - the chief's output unchanged, and only prefixed warnings and errors of the other towers
   (:mod:`towers.launching.console`);
 - the root cause with its traceback, then a last line with the tower and the place of its failure. The failed
   tower's exit code becomes the job's (on workers without a failed tower: only the last line, and exit code 1;
-  :mod:`towers.launching.exit_report`);
+  :mod:`towers.launching.supervising.attempt`);
 - workers that wait for each other until a deadline, and report which workers are missing
-  (:mod:`towers.launching.workers`);
-- on request, another start after a failure (:mod:`towers.launching.restarts`).
+  (:mod:`towers.launching.restarting.meeting`);
+- on request, another start after a failure (:mod:`towers.launching.restarting.restarts`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from towers.errors import TowersError
+from towers.errors import CannotStartError, TowersError
 from towers.health.failure import leave
 from towers.launching import console
-from towers.launching.attempt import Attempt, see_children_end
-from towers.launching.exit_report import make_exit_report
-from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
-from towers.launching.rendezvous import Rendezvous
+from towers.launching.restarting.rendezvous import Rendezvous
+from towers.launching.starting.fork_server import fork_towers
+from towers.launching.supervising.attempt import Attempt, Ending, ending_of, see_children_end
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY, TOWER
@@ -70,8 +70,8 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
     saved and ended on a signal, and 0 if no tower failed.
 
     The interpreter is not finalized. Otherwise Python would end a thread that returns from a store in C++ at that time,
-    such as those of :mod:`towers.launching.failure_broadcast`, by unwinding code that must not throw. The process would
-    abort ("terminate called without an active exception").
+    such as those of :mod:`towers.launching.supervising.failure_broadcast`, by unwinding code that must not throw. The
+    process would abort ("terminate called without an active exception").
 
     Args:
         path: ``sys.path`` of a new Python, without the entry for its program. Default: this process's.
@@ -83,17 +83,17 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
         signal.signal(number, _stop)
     try:
         _set_environment(job)
-        code, text = _run(job, program)
+        ending = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except (TowersError, OSError) as error:
-        code, text = 1, f"mirrored: {error}"
-    log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
-    if code < 0:
-        _die_by(-code)
-    if text:
-        print(text, file=sys.stderr, flush=True)
-    leave(code)
+        ending = Ending(1, f"mirrored: {error}")
+    log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, ending.code)
+    if ending.code < 0:
+        _die_by(-ending.code)
+    if ending.text:
+        print(ending.text, file=sys.stderr, flush=True)
+    leave(ending.code)
 
 
 def _set_environment(job: Job) -> None:
@@ -113,29 +113,46 @@ def _set_environment(job: Job) -> None:
     if job.towers > 1:
         machine.set_default_threads(os.environ, job.towers)
     if job.kind == "tpu":
-        from towers.launching import tpu
-
-        tpu.set_environment(job.towers, job.worker, job.workers)
+        set_tpu_environment(job.towers, job.worker, job.workers)
     if not log.isEnabledFor(logging.DEBUG):
         # mirrored's report replaces torch's own report of a failure (dozens of lines, without the cause).
         logging.disable(logging.CRITICAL)
 
 
-def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
-    """Runs the towers, and returns the exit code and the message that is printed last.
+def set_tpu_environment(towers: int, worker: int, workers: int) -> None:
+    """Sets the variables with which this host's towers find the TPUs of all towers, before they are started.
 
-    When it returns, all output of the towers has been printed.
+    The reason is in :mod:`towers.system.tpu`, [Note: a TPU has two numbers].
+
+    Raises:
+        CannotStartError: torch_tpu cannot determine the variables, or they are already set for a different number of
+            towers.
     """
+    from towers.system.tpu import ADDRESSES
+
+    if workers > 1 and "TORCH_TPU_TOPOLOGY" not in os.environ:
+        raise CannotStartError("TORCH_TPU_TOPOLOGY is not set: on several hosts it is the whole slice's, as 4,4,1")
+    os.environ.setdefault("NODE_RANK", str(worker))  # otherwise, torch_tpu queries a TPU in a new process
+    try:
+        torch.tpu.distributed.set_tpu_launch_env(nnodes=workers, nproc_per_node=towers)  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError) as error:
+        raise CannotStartError(f"torch_tpu cannot start {towers} towers on this host: {error}") from error
+    if (count := os.environ[ADDRESSES].count(",") + 1) != towers * workers:
+        raise CannotStartError(f"{ADDRESSES} is for {count} towers, but {towers * workers} are to start: unset it")
+
+
+def _run(job: Job, program: Sequence[str]) -> Ending:
+    """Runs the towers. When it returns, all output of the towers has been printed."""
     token = os.environ.get(JOB_TOKEN, "")
     with console.Relay() as relay:
         run_attempt = functools.partial(_run_attempt, program, relay)
         if job.restarts:
-            from towers.launching.restarts import run_attempts
+            from towers.launching.restarting.restarts import run_attempts
 
             return run_attempts(job, token, relay.directory, run_attempt)
         if job.addresses:
-            from towers.launching.failure_broadcast import FailureBroadcast
-            from towers.launching.workers import WorkersRendezvous
+            from towers.launching.restarting.meeting import WorkersRendezvous
+            from towers.launching.supervising.failure_broadcast import FailureBroadcast
 
             attempt = Attempt(relay.directory, broadcast=FailureBroadcast(token), groups=True)
             return run_attempt(job, attempt, WorkersRendezvous(job, token))
@@ -144,7 +161,7 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
 
 def _run_attempt(
     program: Sequence[str], relay: console.Relay, job: Job, attempt: Attempt, rendezvous: Rendezvous
-) -> tuple[int, str]:
+) -> Ending:
     # torchrun replaces ${local_rank} and similar words; the script must receive its arguments as they were typed.
     words = tuple(word.replace("$", "$$") for word in program[1:])
     spec = WorkerSpec(
@@ -157,9 +174,9 @@ def _run_attempt(
         monitor_interval=0.1,
     )
     Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
-    result = make_exit_report(job, attempt)
+    ending = ending_of(job, attempt)
     attempt.broadcast.leave()
-    return result
+    return ending
 
 
 class TowerLogs(LogsSpecs):
@@ -249,7 +266,7 @@ class Supervisor(LocalElasticAgent):
         return result
 
     def _exit_barrier(self) -> None:
-        """Does nothing, because :mod:`towers.launching.exit_report` waits for the other workers."""
+        """Does nothing, because :mod:`towers.launching.supervising.attempt` waits for the other workers."""
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self._attempt.living():

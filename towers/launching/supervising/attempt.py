@@ -1,4 +1,4 @@
-"""One attempt at a job: the towers that one process has started, the files that they leave, and how they end.
+"""One attempt at a job: the towers that one process has started, their files, their end, and the report.
 
 [Note: mirrored ends the towers] The agent, ``launch`` and ``mirrored cluster`` start processes in different ways, but
 supervise them in one way. The agent's towers are started by :mod:`torch.distributed.elastic`. Left to itself, it ends
@@ -22,10 +22,12 @@ The exit codes of towers are read without collecting them (``waitid``, ``WNOWAIT
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -33,10 +35,12 @@ from types import FrameType
 
 from torch.distributed import Store
 
-from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS, FailureReport, report_path
+from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS, FailureReport, report_path, signal_name
 from towers.health.peers import Status
 from towers.health.status import StatusRecord, record_path
 from towers.launching import console
+from towers.launching.job import Job
+from towers.system.log import get_logger
 from towers.system.text import name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
@@ -50,6 +54,34 @@ USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _TOGETHER = 5.0  # seconds for preempted towers to end, after the first of them
 
 
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A failure of a job, as workers tell each other.
+
+    Attributes:
+        sentence: which tower has failed, when and how.
+        kind: equal for the same failure of another tower: an exception and its place. Other ends have the sentence.
+    """
+
+    sentence: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How an attempt has ended.
+
+    Attributes:
+        code: the exit code, negative for the signal that ended the job.
+        text: the message that is printed last.
+        failed: the first failure of all workers; None if there is none.
+    """
+
+    code: int
+    text: str = ""
+    failed: Failed | None = None
+
+
 class Broadcast:
     """The messages between the workers of a job about its end. This base class, for a single worker, sends none.
 
@@ -57,7 +89,7 @@ class Broadcast:
         received: the failure that was published first, once it has been received.
     """
 
-    received: str | None = None
+    received: Failed | None = None
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
         """Listens from now on.
@@ -67,14 +99,13 @@ class Broadcast:
             worker, workers: the index of this worker, and the number of workers.
         """
 
-    def first_failure(self, sentence: str | None) -> str | None:
+    def first_failure(self, failed: Failed | None) -> Failed | None:
         """Returns the failure that was published first, by this worker or another one.
 
         Args:
-            sentence: describes this worker's failure to the others. None: this worker has failed only because of
-                another one.
+            failed: this worker's. None: it has failed only because of another one.
         """
-        return sentence
+        return failed
 
     def await_ends(self, sentence: str, seconds: float) -> None:
         """Waits until the towers of all workers have ended well, or something has failed.
@@ -303,3 +334,86 @@ def unhandled(*numbers: int) -> list[int]:
     handlers = {each: signal.getsignal(each) for each in numbers}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     return [each for each, handler in handlers.items() if handler in defaults or _is_of_attempt(handler)]
+
+
+_OTHER_WORKERS = 300.0  # seconds to wait for the other workers to end, after this one
+_OTHERS_TOGETHER = 15.0  # the same if this worker's towers were preempted
+
+log = get_logger("towers")
+
+
+def ending_of(job: Job, attempt: Attempt) -> Ending:
+    """Returns how an attempt ended. If this worker's towers ended well, waits for those of the other workers first."""
+    if attempt.died_of_forwarded is not None:
+        return Ending(-attempt.died_of_forwarded)
+    if not attempt.failed and len(attempt.endings) == job.towers:
+        if (sentence := _first_good_end(job, attempt)) is not None:
+            attempt.broadcast.await_ends(sentence, _OTHERS_TOGETHER if attempt.preempted else _OTHER_WORKERS)
+        if attempt.broadcast.received is None:
+            return Ending(EXIT_PREEMPTED, _preempted(attempt)) if attempt.preempted else Ending(0)
+    return _failure(job, attempt)
+
+
+def _preempted(attempt: Attempt) -> str:
+    tower = min(tower for tower, code in attempt.endings.items() if code == EXIT_PREEMPTED)
+    by = f" by {attempt.forwarded.name}" if attempt.forwarded is not None else ""
+    return f"mirrored: preempted{by}: the towers ended {_status(attempt, tower)}, with exit code {EXIT_PREEMPTED}"
+
+
+def _failure(job: Job, attempt: Attempt) -> Ending:
+    codes = {tower: code for tower, code in attempt.endings.items() if code}
+    if not codes:
+        received = attempt.broadcast.received
+        assert received is not None  # no tower of this worker has failed
+        return Ending(1, f"mirrored: {received.sentence}", received)
+    reports = {tower: attempt.report_of(tower) for tower in codes}
+    for tower, report in reports.items():
+        log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
+    first = min(codes, key=lambda tower: (its.consequence, its.time) if (its := reports[tower]) else (False, math.inf))
+    report, code = reports[first], codes[first]
+    name, status = _name(job, first), _status(attempt, first)
+    lines = []
+    if report is not None:
+        lines.append(f"mirrored: tower {first} failed:\n{report.trace.rstrip()}")
+        kind = f"{status}: {report.short}"
+        sentence = f"{name} failed {kind}"
+    elif code < 0:
+        kind = sentence = f"{name} was ended by {signal_name(-code)} {status}"
+    else:
+        alone = ", and others did not, so nothing was saved together" if code == EXIT_PREEMPTED else ""
+        kind = sentence = f"{name} ended with exit code {code} {status}{alone}"
+    lines.append(f"mirrored: {sentence}")
+    failed = Failed(sentence, kind)
+    # A tower that only reports the loss of another is not the root cause, but a tower that ended well may be.
+    is_consequence = report is not None and report.consequence
+    good = _first_good_end(job, attempt) if is_consequence else None
+    own = failed if not is_consequence else None if good is None else Failed(good, good)
+    cause = attempt.broadcast.first_failure(own) or failed
+    if cause.sentence != sentence:
+        lines.append(f"mirrored: root cause: {cause.sentence}")
+    return Ending(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines), cause)
+
+
+def _first_good_end(job: Job, attempt: Attempt) -> str | None:
+    """Returns a sentence on the first tower that ended without a failure, and its last status; None if all failed."""
+    for tower, code in attempt.endings.items():
+        if code in (0, EXIT_PREEMPTED):
+            status = attempt.status_of(tower)
+            call = ""
+            if code == 0 and status is not None and status.is_between_runs:
+                call = " and made a call that it did not make: look for one under `if strategy.is_chief:`"
+            end = f"ended with exit code {code} {_status(attempt, tower)}"
+            return f"{_name(job, tower)} {end}, while others continued{call}"
+    return None
+
+
+def _name(job: Job, tower: int) -> str:
+    """Returns the tower's name, with its worker if there are several."""
+    host = f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
+    return f"tower {tower}{host}"
+
+
+def _status(attempt: Attempt, tower: int) -> str:
+    """Returns a tower's last status, as part of a sentence."""
+    status = attempt.status_of(tower)
+    return "before its strategy was made" if status is None else str(status)
