@@ -4,7 +4,6 @@ Each name is imported when it is first used, so that ``import mirrored`` and ``m
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from mirrored import foreign_names
@@ -115,6 +114,3 @@ if not TYPE_CHECKING:  # otherwise, a type checker would accept any name
 
     def __dir__():
         return [*__all__, "__version__"]
-
-
-sys.meta_path.append(foreign_names)  # searched last, for modules that no other finder finds

@@ -5,6 +5,8 @@ They are looked up only if an attribute or a module is missing.
 
 from __future__ import annotations
 
+import sys
+
 _OPTIONS = "communication=mirrored.CommunicationOptions(implementation=…, algorithm=…) of the strategy"
 _ITSELF = "the strategy has its methods itself: reduce, gather, run, distribute_dataset"
 _PREPARED = "model and optimizer in strategy.scope(), data by strategy.distribute_dataset(…)"
@@ -71,25 +73,21 @@ _INSTEAD = {
 }
 
 
-def missing(owner: str, name: str) -> AttributeError:
+def missing(owner: str, name: str) -> AttributeError | ImportError:
     """Returns the error for a missing attribute, with its equivalent if there is one.
+
+    ``from mirrored import NcclAllReduce`` asks for the attribute, drops an AttributeError, and looks for a module of
+    that name. So there, the error is an ImportError.
 
     Args:
         owner: "mirrored", or the class without the attribute.
     """
+    if (instead := _INSTEAD[owner].get(name)) is not None and owner == "mirrored" and _is_imported():
+        return ImportError(f"cannot import name {name!r} from 'mirrored': {instead}", name=name)
     of = "module 'mirrored'" if owner == "mirrored" else f"{owner} object"
-    instead = _INSTEAD[owner].get(name)
     return AttributeError(f"{of} has no attribute {name!r}{f': {instead}' if instead else ''}")
 
 
-def find_spec(name: str, *_: object) -> None:
-    """Explains ``import mirrored.experimental`` and ``from mirrored import NcclAllReduce``, as a finder of modules.
-
-    In the latter, Python drops the AttributeError and looks for a module of that name.
-
-    Raises:
-        ModuleNotFoundError: it is a name of another library. It has no ``name=``, because Python would drop the error
-            otherwise.
-    """
-    if name.startswith("mirrored.") and (instead := _INSTEAD["mirrored"].get(name.removeprefix("mirrored."))):
-        raise ModuleNotFoundError(f"cannot import {name}: {instead}")
+def _is_imported() -> bool:
+    """Returns whether an import statement asks the package for the attribute."""
+    return sys._getframe(3).f_code.co_name == "_handle_fromlist"

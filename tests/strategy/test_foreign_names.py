@@ -53,16 +53,14 @@ def test_a_distributed_dataset_can_be_copied() -> None:
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
-        ("from mirrored import NcclAllReduce", "NcclAllReduce: .*implementation='nccl'"),
-        ("from mirrored import MirroredStrategy, CrossDeviceOps", "CrossDeviceOps: communication=mirrored"),
-        ("from mirrored import experimental", "experimental: .* without experimental_"),
-        ("from mirrored.experimental import CollectiveHints", "experimental: .* without experimental_"),
-        ("import mirrored.experimental", "experimental: .* without experimental_"),
-        ("import mirrored.distribute as distribute", r"distribute: .*mirrored\.MirroredStrategy\(\)"),
+        ("from mirrored import NcclAllReduce", "NcclAllReduce' from .*implementation='nccl'"),
+        ("from mirrored import MirroredStrategy, CrossDeviceOps", "CrossDeviceOps' from .*communication=mirrored"),
+        ("from mirrored import experimental", "experimental' from .* without experimental_"),
+        ("from mirrored import distribute", r"distribute' from .*mirrored\.MirroredStrategy\(\)"),
     ],
 )
 def test_an_import_says_what_to_write_for_a_name_of_others(line: str, instead: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=rf"^cannot import mirrored\.{instead}"):
+    with pytest.raises(ImportError, match=rf"^cannot import name '{instead}"):
         exec(line)
 
 

@@ -116,7 +116,9 @@ def _set_environment(job: Job) -> None:
         set_tpu_environment(job.towers, job.worker, job.workers)
     if not log.isEnabledFor(logging.DEBUG):
         # mirrored's report replaces torch's own report of a failure (dozens of lines, without the cause).
-        logging.disable(logging.CRITICAL)
+        elastic = logging.getLogger("torch.distributed.elastic")
+        elastic.addHandler(logging.NullHandler())
+        elastic.propagate = False
 
 
 def set_tpu_environment(towers: int, worker: int, workers: int) -> None:
