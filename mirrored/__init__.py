@@ -11,27 +11,27 @@ from mirrored import foreign_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mirrored.central.strategy import CentralStorageStrategy as CentralStorageStrategy
+    from mirrored.central import CentralStorageStrategy as CentralStorageStrategy
     from mirrored.checkpoint import CheckpointError as CheckpointError
     from mirrored.checkpoint import CheckpointManager as CheckpointManager
     from mirrored.checkpoint import LoadReport as LoadReport
     from mirrored.checkpoint import Preempted as Preempted
     from mirrored.checkpoint import load_weights as load_weights
     from mirrored.cluster.inherited import clean_environment as clean_environment
+    from mirrored.cluster.launchers import SlurmClusterResolver as SlurmClusterResolver
+    from mirrored.cluster.launchers import TorchrunClusterResolver as TorchrunClusterResolver
+    from mirrored.cluster.launchers import TPUClusterResolver as TPUClusterResolver
     from mirrored.cluster.resolver import ClusterError as ClusterError
     from mirrored.cluster.resolver import ClusterResolver as ClusterResolver
     from mirrored.cluster.resolver import LocalClusterResolver as LocalClusterResolver
-    from mirrored.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
     from mirrored.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
-    from mirrored.cluster.torchrun import TorchrunClusterResolver as TorchrunClusterResolver
-    from mirrored.cluster.tpu import TPUClusterResolver as TPUClusterResolver
     from mirrored.context import ReplicaContext as ReplicaContext
     from mirrored.context import get_replica_context as get_replica_context
     from mirrored.context import has_strategy as has_strategy
     from mirrored.context import in_cross_replica_context as in_cross_replica_context
     from mirrored.data.dataset import DistributedDataset as DistributedDataset
-    from mirrored.data.input_context import InputContext as InputContext
-    from mirrored.data.input_context import ValueContext as ValueContext
+    from mirrored.data.distribute import InputContext as InputContext
+    from mirrored.data.distribute import ValueContext as ValueContext
     from mirrored.empty_shares.stand_in import drop_stand_in as drop_stand_in
     from mirrored.evaluation.evaluator import train_and_evaluate as train_and_evaluate
     from mirrored.local.options import DiLoCo as DiLoCo
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from mirrored.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mirrored.strategy.base import Strategy as Strategy
     from mirrored.strategy.kinds import MirroredStrategy as MirroredStrategy
+    from mirrored.strategy.kinds import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from mirrored.strategy.kinds import OneDeviceStrategy as OneDeviceStrategy
+    from mirrored.strategy.kinds import TPUStrategy as TPUStrategy
     from mirrored.strategy.kinds import get_strategy as get_strategy
-    from mirrored.strategy.workers import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-    from mirrored.strategy.workers import TPUStrategy as TPUStrategy
     from mirrored.verification.verify import verify as verify
     from towers.errors import CannotStartError as CannotStartError
     from towers.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -67,17 +67,15 @@ if TYPE_CHECKING:
     from towers.options import CommunicationOptions as CommunicationOptions
 
 _NAMES = {
-    "mirrored.central.strategy": "CentralStorageStrategy",
+    "mirrored.central": "CentralStorageStrategy",
     "mirrored.checkpoint": "CheckpointError CheckpointManager LoadReport Preempted load_weights",
     "mirrored.cluster.inherited": "clean_environment",
     "mirrored.cluster.resolver": "ClusterError ClusterResolver LocalClusterResolver",
-    "mirrored.cluster.slurm": "SlurmClusterResolver",
+    "mirrored.cluster.launchers": "SlurmClusterResolver TorchrunClusterResolver TPUClusterResolver",
     "mirrored.cluster.tf_config": "TFConfigClusterResolver",
-    "mirrored.cluster.torchrun": "TorchrunClusterResolver",
-    "mirrored.cluster.tpu": "TPUClusterResolver",
     "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
     "mirrored.data.dataset": "DistributedDataset",
-    "mirrored.data.input_context": "InputContext ValueContext",
+    "mirrored.data.distribute": "InputContext ValueContext",
     "mirrored.evaluation.evaluator": "train_and_evaluate",
     "mirrored.local.options": "DiLoCo LocalSGD",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
@@ -85,8 +83,9 @@ _NAMES = {
     "mirrored.operations": "ReduceOp",
     "mirrored.empty_shares.stand_in": "drop_stand_in",
     "mirrored.strategy.base": "Strategy",
-    "mirrored.strategy.kinds": "MirroredStrategy OneDeviceStrategy get_strategy",
-    "mirrored.strategy.workers": "MultiWorkerMirroredStrategy TPUStrategy",
+    "mirrored.strategy.kinds": (
+        "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy TPUStrategy get_strategy"
+    ),
     "mirrored.verification": "verify",
     "towers.errors": (
         "CannotStartError CollectiveTimeoutError DeadlockError DisagreementError ForkedError HandshakeError "

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from towers.system import accelerator, cuda
+from towers.system import accelerator
 
 _NUMPY: Any = np.random.mtrand._rand  # type: ignore[attr-defined]  # the functions of np.random are its methods
 _WORDS = 624
@@ -78,7 +78,7 @@ def put(place: Place, device: torch.device) -> None:
 
 def _can_use(device: torch.device) -> bool:
     # A captured graph uses the generator's state at the time of the replay. torch refuses access during the capture.
-    return device.type != "cpu" and not cuda.is_capturing(device)
+    return device.type != "cpu" and not accelerator.is_capturing(device)
 
 
 @functools.lru_cache(maxsize=2)

@@ -34,7 +34,7 @@ from mirrored.context import current_replica
 from mirrored.data.dataset import DistributedDataset
 from mirrored.operations import operation_name
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.workers import MultiWorkerMirroredStrategy
+from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from mirrored.verification.loss_graph import terms_of
 from towers.collectives.agreement import announce
 from towers.system import tree as trees

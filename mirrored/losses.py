@@ -34,7 +34,7 @@ from torch.autograd.function import BackwardCFunction
 from mirrored.context import ReplicaContext, require_replica_context
 from mirrored.uses_of_losses import check_use
 from towers.collectives.agreement import announce
-from towers.mirroring.fingerprint import fingerprints
+from towers.mirroring.equality import fingerprints
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
 

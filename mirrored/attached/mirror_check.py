@@ -1,4 +1,4 @@
-"""The periodic mirror check during training: whether the towers' copies are equal (rule R1, docs/concepts/towers.md).
+"""Checks that parameters are equal on all towers (rule R1), at intervals, and a last time when the towers end.
 
 [Note: runs are counted] Runs are counted, not optimizer steps, so that all towers reach a check together, even if one
 of them has stepped alone. Fingerprints cover all bits: words are summed by columns and rows (with a prime number of
@@ -10,10 +10,19 @@ optimizer steps are compared, too: a frozen layer that was replaced outside the 
 tower.
 
 ``docs/project/benchmarks.md`` contains the cost (``scripts/bench mirror``).
+
+[Note: no tower waits at the end] A collective at exit would hang if one tower ended in another way. Instead, a tower
+stores fingerprints of its parameters in the towers' store when its interpreter ends, and the last tower compares them.
+``mirrored.launch`` runs functions. A model exists after its function's end until garbage is collected, or not at all,
+so nothing is compared there.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,15 +32,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from towers.collectives.agreement import digest_of
 from towers.collectives.communicator import Communicator
-from towers.errors import MirrorError
-from towers.mirroring.equality import Comparison, Difference, Held, start_comparison, who_differs
-from towers.system.extremes import extremes, what_is_not_finite
+from towers.errors import DisagreementError, MirrorError
+from towers.gradients.flags import ADVICE
+from towers.health import failure
+from towers.health.status import Health
+from towers.joining.store import LARGEST, Message
+from towers.mirroring.equality import (
+    Comparison,
+    Difference,
+    Held,
+    describe,
+    differences,
+    groups_of,
+    start_comparison,
+    who_differs,
+)
 from towers.system.host_copy import HostCopy
 from towers.system.log import get_logger
-from towers.system.named import Named
 from towers.system.profiling import range_
+from towers.system.tensors import Named, extremes, what_is_not_finite
 from towers.system.text import name_towers
+from towers.topology import STARTED_BY
 
 log = get_logger("mirrored")
 
@@ -318,3 +341,74 @@ def _states(optimizer: Optimizer, label: str, names: dict[int, str]) -> Iterator
             for key, value in optimizer.state.get(parameter, {}).items():
                 if _has_bits(value):
                     yield Held(f"{key} of {names[id(parameter)]} ({label})", _STATE, value.detach())
+
+
+_WHAT = "held"
+
+
+class LastCheck:
+    """Compares the parameters and backwards of one strategy's towers when their programs end without an error.
+
+    Args:
+        check: the parameters to compare.
+        backwards: returns a number that depends on all averaged backwards. Between GPUs, the last ones are not yet
+            compared (:mod:`towers.gradients.flags`).
+        health: this tower's position.
+    """
+
+    def __init__(self, check: MirrorCheck, backwards: Callable[[], int], health: Health) -> None:
+        self._check = check
+        self._backwards = backwards
+        self._health = health
+        self._pid = os.getpid()
+        this = weakref.ref(self)
+
+        def at_exit() -> None:
+            if (living := this()) is not None:
+                living._leave()
+
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit)
+
+    def _leave(self) -> None:
+        """Stores this tower's fingerprints. The last tower compares all, and ends with an error if they differ."""
+        heartbeat = self._health.heartbeat
+        launched = os.environ.get(STARTED_BY) == "launch"
+        if launched or os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
+            return
+        failure.flush_output()  # the last tower's error may end this process before its interpreter flushes
+        values = self._check.held()
+        messages = heartbeat.leave(_WHAT, {**_message(values), "backwards": self._backwards()})
+        if messages is None:
+            return
+        error: Exception | None = None
+        if differences := _differences(messages, values):
+            error = MirrorError(
+                in_words(differences, f"This is how it was when the towers ended, {self._health.status}")
+            )
+        elif len(backwards := groups_of([message["backwards"] for message in messages])) > 1:
+            error = DisagreementError(
+                f"gradients of different backwards were averaged in the last steps: {who_differs(backwards)}. {ADVICE}"
+            )
+        if error is not None:
+            failure.leave_report(error, "")
+            failure.leave(1)
+
+
+def _message(values: Sequence[Held]) -> Message:
+    description = describe(values)
+    digest = digest_of(description)
+    # For tens of thousands of tensors, the message is too large, and can only report whether all are equal.
+    fits = len(json.dumps(description)) < LARGEST // 2
+    return {"digest": digest, "names": digest_of(sorted(description)), "held": description if fits else None}
+
+
+def _differences(messages: Sequence[Message], values: Sequence[Held]) -> list[Difference]:
+    digests = [message["digest"] for message in messages]
+    if len(set(digests)) == 1:
+        return []
+    if all(message["held"] is not None for message in messages):
+        return differences([message["held"] for message in messages], values)
+    if len({message["names"] for message in messages}) > 1:  # some towers have dropped parameters of others
+        return []
+    return [Difference("of a model (which of several models is unknown),", ["parameter"], groups_of(digests))]

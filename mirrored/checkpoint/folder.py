@@ -1,4 +1,4 @@
-"""A folder of checkpoints, each complete or absent, and the choice of the tower that writes there.
+"""A folder of checkpoints, each complete or absent, its lock, and the choice of the tower that writes there.
 
 ::
 
@@ -29,12 +29,18 @@ does not replace a marked checkpoint, and an evaluator replaces only those with 
 same path. The towers find this out with probe files: every tower creates one, then checks which probes are in its own
 folder. The lowest-numbered tower among these writes there. So hosts that share the folder write one copy, hosts with
 their own disks write one copy each, and no configuration is needed.
+
+[Note: the lock of a process] Only one process at a time writes into a folder, with any number of managers. The kernel
+releases a POSIX lock when its process ends, for any reason. (A ``flock`` would be kept by data loader processes whose
+parent was killed.) A POSIX lock is also released when the process closes any descriptor of the file. So a process opens
+the lock file once, and all holders share one :class:`FolderLock`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import pathlib
@@ -42,13 +48,16 @@ import queue
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.system.log import get_logger
+from towers.system.timeouts import Deadline, clock
 
 log = get_logger("mirrored")
 
@@ -408,3 +417,58 @@ def link_files(source: pathlib.Path, target: pathlib.Path) -> None:
             shutil.copyfile(file, place, follow_symlinks=False)
 
     shutil.copytree(source, target, symlinks=True, copy_function=link)
+
+
+class FolderLock:
+    """The lock file of a folder. This process holds the lock until it ends, or until this object is collected.
+
+    Attributes:
+        writers: the writers of this process that have trained or saved here, the newest last.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.writers: list[weakref.ref[Any]] = []
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        weakref.finalize(self, os.close, descriptor)
+
+
+_locks: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by process id (a forked child holds none), device and inode."""
+
+# Without it, two threads that find no lock would both take one, and the first that releases its lock would release the
+# other's.
+_taking = threading.Lock()
+
+
+def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bool]:
+    """Returns this process's lock on a file, and whether the lock is new. The file is created if it does not exist.
+
+    Args:
+        patience: seconds to wait for another process that holds the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be opened.
+    """
+    deadline = Deadline(patience)
+    while True:
+        try:
+            with _taking:  # see [Note: the lock of a process]; another thread may have taken the lock
+                if path.exists() and (lock := _locks.get(_key(path))) is not None:
+                    return lock, False
+                lock = _locks[_key(path)] = FolderLock(path)
+                return lock, True
+        except BlockingIOError:
+            if deadline.has_passed():
+                raise
+            clock.sleep(0.1)
+
+
+def _key(path: pathlib.Path) -> tuple[int, int, int]:
+    status = os.lstat(path)
+    return os.getpid(), status.st_dev, status.st_ino

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from mirrored.checkpoint.codec import Encoder
 from mirrored.checkpoint.errors import CheckpointError, raise_first
-from mirrored.checkpoint.folder import Folder
-from mirrored.checkpoint.lock import FolderLock, take_lock
+from mirrored.checkpoint.folder import Folder, FolderLock, take_lock
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest, own_name
 from mirrored.checkpoint.tensors import FileLayout, bytes_on_host, restore_layout
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer

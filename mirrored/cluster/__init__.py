@@ -1,10 +1,10 @@
-"""Finds the description of this process's cluster. Each kind of description has its own module and class."""
+"""Finds the description of this process's cluster. Each kind of description has its own class."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-from mirrored.cluster import inherited, torchrun
+from mirrored.cluster import inherited, launchers
 from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalClusterResolver
 from towers.topology import FEWER_WORKERS
 
@@ -18,16 +18,11 @@ def from_launcher(environ: MutableMapping[str, str]) -> ClusterResolver | None:
         CannotStartError: it is a child of a tower, and not a tower.
         ClusterError: the variables are wrong.
     """
-    if torchrun.present(environ) or "SLURM_PROCID" in environ:
+    if launchers.torchrun_is_present(environ) or "SLURM_PROCID" in environ:
         inherited.check(environ)
-    if torchrun.present(environ):
-        return torchrun.TorchrunClusterResolver(environ)
-    if "SLURM_PROCID" in environ:
-        from mirrored.cluster import slurm
-
-        if slurm.present(environ):
-            return slurm.SlurmClusterResolver(environ)
-    return None
+    if launchers.torchrun_is_present(environ):
+        return launchers.TorchrunClusterResolver(environ)
+    return launchers.SlurmClusterResolver(environ) if launchers.srun_is_present(environ) else None
 
 
 def check_no_other_workers(environ: Mapping[str, str], launcher: ClusterResolver | None, strategy: str) -> None:

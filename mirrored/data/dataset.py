@@ -1,4 +1,4 @@
-"""Datasets whose batches are split among the towers.
+"""Datasets whose batches are split among the towers, and moved to their devices.
 
 [Note: data is loaded on the CPU] A scope on a GPU makes it the default device, as ``torch.set_default_device`` does,
 and the processes of a loader inherit it. But loaders draw from CPU generators and pin CPU tensors. Data is therefore
@@ -8,26 +8,91 @@ loaded with the CPU as the default device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 from mirrored.context import refuse_inside_run
 from mirrored.data import contents
 from mirrored.data.examples import CollatedParts, MapCollate, Request, SeededExamples, some_of
 from mirrored.data.order import Epoch, Order
-from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
 from mirrored.shares import Batch, Cut, Distribution
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING, BatchInHand
+from towers.system import tree as trees
+from towers.system.host_copy import pinned
 from towers.system.log import get_logger
 from towers.system.profiling import range_
+
+
+def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yields the same batches with their tensors on ``device``.
+
+    On an accelerator, the next batch is copied on a separate stream while the current one is used. The copy is from
+    pinned memory, so that it runs in parallel. On the CPU, nothing is done. All values except strided CPU tensors are
+    moved when the batch is handed over.
+    """
+    if device.type == "cpu":
+        yield from batches
+        return
+    side = _side_stream(device)
+    upcoming: tuple[Batch, torch.Event] | None = None
+    for batch, share in batches:
+        with side:
+            moved = _map(lambda leaf: _copy_ahead(leaf, device), batch)
+            copied = side.record_event()
+        if upcoming is not None:
+            yield _hand_over(*upcoming, device)
+        upcoming = (moved, share), copied
+    if upcoming is not None:
+        yield _hand_over(*upcoming, device)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream for all epochs. Memory that was allocated on a stream is reused on that stream only."""
+    return torch.Stream(device)
+
+
+def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """Applies ``fn`` to all leaves. A packed sequence is moved as one leaf: it keeps its batch sizes on the CPU."""
+    return trees.map_leaves(fn, batch, leaf=PackedSequence)
+
+
+def _copy_ahead(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return leaf.to(device, non_blocking=True)  # type: ignore[arg-type]
+    return pinned(leaf).to(device, non_blocking=True) if _is_plain(leaf, "cpu") else leaf
+
+
+def _is_plain(leaf: Any, kind: str) -> bool:
+    known = type(leaf) in (Tensor, Parameter)  # subclasses may have their own methods
+    return known and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _hand_over(batch: Batch, copied: torch.Event, device: torch.device) -> Batch:
+    """Makes the model's stream wait for the copy, and keeps the memory until the model has used it."""
+    stream = torch.accelerator.current_stream(device)
+    stream.wait_event(copied)
+    for leaf in trees.leaves(batch[0]):
+        if _is_plain(leaf, device.type) and device.type != "tpu":  # see [Note: a TPU has one order]
+            leaf.record_stream(stream)
+    return _map(lambda leaf: _move(leaf, device), batch[0]), batch[1]
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf  # type: ignore[arg-type]
+
 
 log = get_logger("mirrored")
 

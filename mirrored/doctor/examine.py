@@ -14,12 +14,12 @@ import platform
 import socket
 from collections.abc import Mapping
 
-from mirrored.doctor import gpus, jobs, launchers, network, resources, versions
+from mirrored.doctor import gpus, jobs, launchers, network, resources
 from mirrored.doctor.findings import Check, Finding, Report, problem
 from towers.system.timeouts import Deadline, run_with_timeout
 
 _CHECKS: Mapping[str, Check] = {
-    "versions": versions.check,
+    "versions": resources.check_versions,
     "GPUs": gpus.check,
     "CPU": resources.check_cores,
     "memory": resources.check_memory,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
-from towers.system import accelerator, devices, tpu
+from towers.system import accelerator, devices
 
 _SUBJECT = "GPUs"
 _DEV = pathlib.Path("/dev")
@@ -21,7 +21,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
         yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
         return
-    cause, _, fix = str(tpu.missing()).partition(": ")
+    cause, _, fix = str(accelerator.missing_tpu()).partition(": ")
     tpu_host = any(_DEV.glob("vfio/[0-9]*"))
     if tpu_host or "not installed" not in cause:
         expected = "TPU_SKIP_MDS_QUERY" in environ and not tpu_host

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from mirrored import cluster
-from mirrored.cluster import slurm, torchrun
+from mirrored.cluster import launchers
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.doctor import network
@@ -34,9 +34,10 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _check_left_over(environ)
         return
     yield from _check_topology(launcher)
-    if torchrun.present(environ) and slurm.present(environ):  # one agent per task of srun is common: RANK is used then
+    # One agent per task of srun is common: RANK is used then.
+    if launchers.torchrun_is_present(environ) and launchers.srun_is_present(environ):
         with contextlib.suppress(ClusterError):
-            workers = slurm.SlurmClusterResolver(environ).workers
+            workers = launchers.SlurmClusterResolver(environ).workers
             if workers != launcher.workers:
                 what = f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {workers}; the former count"
                 yield note(_LAUNCHER, what)

@@ -2,6 +2,6 @@
 
 Such a tower receives a batch without examples (:mod:`mirrored.empty_shares.empty_batch`). For models that do not
 support one, it receives a stand-in (:mod:`mirrored.empty_shares.stand_in`), which must not change running statistics
-(:mod:`mirrored.empty_shares.statistics`). A loss without examples is an exact zero by itself (:mod:`mirrored.losses`).
+(:mod:`mirrored.empty_shares.stand_in`). A loss without examples is an exact zero by itself (:mod:`mirrored.losses`).
 These modules are imported only when a tower has such a share.
 """

@@ -36,8 +36,7 @@ import torch
 from torch import nn
 
 from mirrored.checkpoint.errors import CheckpointError, TrainingStopped
-from mirrored.checkpoint.folder import ENDED, FOLDER_MODE, STOP, Disk, Folder
-from mirrored.checkpoint.lock import FolderLock, take_lock
+from mirrored.checkpoint.folder import ENDED, FOLDER_MODE, STOP, Disk, Folder, FolderLock, take_lock
 from mirrored.checkpoint.manager import CheckpointManager
 from mirrored.checkpoint.manifest import LATEST, TENSORS, check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restorer

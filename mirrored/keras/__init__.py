@@ -17,7 +17,7 @@ All other models train as before. ``docs/how-to/keras.md`` lists the differences
 [Note: examples are weighted] Keras' code computes means of a batch's losses, of a metric's values and of moving
 statistics. A tower computes them over its share, unchanged. One weight, the share's fraction of the examples, turns
 them into means of the global batch. Gradients are summed with this weight at the start of backward
-(:mod:`mirrored.keras.steps`), and so are moving statistics (:mod:`mirrored.keras.statistics`). Metrics contain their
+(:mod:`mirrored.keras.steps`), and so are moving statistics (:mod:`mirrored.keras.training`). Metrics contain their
 counts (:mod:`mirrored.keras.metrics`). Any use of a mean in a ``train_step``, in Keras or in torch, is therefore right,
 even if shares have different sizes. Only sums, and means over entries that are not examples (entries of a mask,
 weights), must be changed (:mod:`mirrored.keras.losses`).
@@ -84,9 +84,8 @@ from mirrored.keras import (  # noqa: E402, F401  (they patch)
     saving,
     trainer,
 )
+from mirrored.keras.callbacks import Monitor, TensorBoard  # noqa: E402
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
-from mirrored.keras.monitor import Monitor  # noqa: E402
-from mirrored.keras.tensorboard import TensorBoard  # noqa: E402
 from mirrored.strategy.engine import untraced  # noqa: E402
 
 untraced.traced |= {f"{__name__}.{module}" for module in ("batch_norm", "losses", "metrics", "patching", "steps")}

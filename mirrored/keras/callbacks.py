@@ -1,4 +1,7 @@
-"""Callbacks on several towers: they make the same decisions, and only the chief writes files and the progress bar.
+"""Callbacks on several towers: a monitor, TensorBoard's files, and Keras' own, which decide identically on every tower.
+
+Only the chief writes files and the progress bar. :class:`TensorBoard` uses torch's writer; Keras' callback of that name
+needs TensorFlow.
 
 Every tower runs every callback with the same logs, so callbacks that decide by the logs decide identically. On other
 towers than the chief, Keras' callbacks that write files do everything except writing. If a callback sets
@@ -8,18 +11,122 @@ batches, they stop at the end of the batch.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any
 
 import keras
 
+from mirrored import monitor
 from mirrored.keras.keras_private import CallbackList, first_epoch, write_nothing
-from mirrored.keras.monitor import Monitor
-from mirrored.keras.saving import read_in_turn
-from mirrored.keras.tensorboard import TensorBoard
+from mirrored.keras.saving import read_in_turn, strategy_of
+from mirrored.keras.training import Training
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
+
+
+class Monitor(keras.callbacks.Callback):  # type: ignore[misc]
+    """Follows ``fit`` with a :class:`mirrored.Monitor`.
+
+    The loss is the mean since the start of the epoch, as in Keras' progress bar. Disable one of the two displays, with
+    ``show=False`` or ``fit(verbose=2)``.
+
+    Args:
+        every: the number of batches between reports.
+        settings: the other arguments of :class:`mirrored.Monitor`, except ``total`` and ``loss``.
+
+    Attributes:
+        monitor: the :class:`mirrored.Monitor` of the last ``fit``.
+    """
+
+    def __init__(self, every: int = 50, **settings: Any) -> None:
+        super().__init__()
+        self._settings = {"every": every, **settings}
+        self.monitor: monitor.Monitor | None = None
+        self.training: Training | None = None  # fit sets it
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None:
+            raise RuntimeError(
+                "mirrored.keras.Monitor was given to the fit of a model that belongs to no strategy: make the model "
+                "inside 'with strategy.scope():'"
+            )
+        if self.monitor is not None:  # from a fit that was interrupted
+            self.monitor.stop()
+        total = (self.params["steps"] or 0) * self.params["epochs"] or None
+        self.monitor = made = monitor.Monitor(strategy, total=total, loss="mean", **self._settings)
+        if self.training is not None:
+            self.training.is_read = lambda: made.is_due
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert self.monitor is not None
+        share = self.training.newest_share if self.training is not None else None
+        loss = (logs or {}).get("loss") if self.monitor.is_due else None  # otherwise, it may be an older batch's
+        self.monitor.step(loss, examples=share.total if share is not None else None)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+        if self.training is not None:
+            self.training.is_read = lambda: False
+
+
+class TensorBoard(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes the logs of ``fit`` for ``tensorboard --logdir``, on the chief.
+
+    Folders and names are those of ``keras.callbacks.TensorBoard``: ``train`` and ``validation``, ``epoch_loss`` and
+    ``epoch_learning_rate`` by epochs, ``batch_loss`` by batches.
+
+    Args:
+        log_dir: is created if it does not exist.
+        histogram_freq: the number of epochs between histograms of all weights; 0 for none.
+        update_freq: ``"epoch"``, ``"batch"``, or the number of batches between additional writes of the logs.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] = "logs", histogram_freq: int = 0, update_freq: str | int = "epoch"
+    ) -> None:
+        super().__init__()
+        from torch.utils.tensorboard import SummaryWriter  # slow, and needs an optional package
+
+        self._new_writer = SummaryWriter
+        self._log_dir = os.fspath(log_dir)
+        self._histogram_freq = histogram_freq
+        self.update_freq = 1 if update_freq == "batch" else update_freq
+        self._writers: dict[str, Any] = {}
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
+        if isinstance(self.update_freq, int) and self._batches % self.update_freq == 0:
+            self._write("batch_", logs or {}, self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        rate = keras.ops.convert_to_tensor(self.model.optimizer.learning_rate)
+        self._write("epoch_", {**(logs or {}), "learning_rate": rate}, epoch)
+        if self._histogram_freq and epoch % self._histogram_freq == 0:
+            for variable in self.model.weights:
+                self._writer("train").add_histogram(variable.path, variable.value.detach().cpu(), epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+    def _write(self, kind: str, logs: dict[str, Any], step: int) -> None:
+        for name, value in logs.items():
+            writer = self._writer("validation" if name.startswith("val_") else "train")
+            writer.add_scalar(kind + name.removeprefix("val_"), float(value), step)
+
+    def _writer(self, folder: str) -> Any:
+        if folder not in self._writers:
+            self._writers[folder] = self._new_writer(os.path.join(self._log_dir, folder))
+        return self._writers[folder]
+
 
 _ORBAX: tuple[Any, ...] = tuple(kind for name, kind in vars(keras.callbacks).items() if name == "OrbaxCheckpoint")
 _BOARDS = (TensorBoard, keras.callbacks.TensorBoard)

@@ -29,9 +29,9 @@ from mirrored.context import refuse_inside_run, strategy_with_towers
 from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
+from mirrored.keras.callbacks import Monitor
 from mirrored.keras.checkpoints import Checkpoints
 from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer
-from mirrored.keras.monitor import Monitor
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training

@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mirrored.context import ActiveStrategy, refuse_inside_run
 from mirrored.monitor import measuring
-from mirrored.monitor.outputs import Output, Screen, json_lines, on_chief, scalars, tracked
-from mirrored.monitor.report import Report, add_times, sums
+from mirrored.monitor.report import Output, Report, Screen, add_times, json_lines, on_chief, scalars, sums, tracked
 from mirrored.monitor.timeline import Timeline
 from towers.collectives.agreement import agree, announce_with_body
 from towers.collectives.communicator import Communicator

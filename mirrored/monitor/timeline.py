@@ -25,7 +25,7 @@ import torch
 from mirrored.events import Events
 from towers.health import status
 from towers.health.status import Health
-from towers.system import cuda
+from towers.system import accelerator
 from towers.system.timeouts import clock
 
 DATA, COMPUTE, COLLECTIVE, OPTIMIZER, OTHER = range(5)
@@ -139,7 +139,7 @@ class Timeline:
         self._mark(_CALL if name else self._phase)
 
     def _mark(self, name: str) -> None:
-        if self._away or cuda.is_capturing(self._device):
+        if self._away or accelerator.is_capturing(self._device):
             return
         self._marks.append((name, self._now()))
         if len(self._marks) % _FOLDED == 0:

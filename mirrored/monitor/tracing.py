@@ -34,8 +34,7 @@ from torch.profiler import profile, record_function
 
 from mirrored.context import refuse_inside_run
 from mirrored.events import Events
-from mirrored.monitor.outputs import on_chief
-from mirrored.monitor.report import PARTS, Array, Report, add_times, parts_of_towers, sums
+from mirrored.monitor.report import PARTS, Array, Report, add_times, on_chief, parts_of_towers, sums
 from mirrored.monitor.timeline import Timeline
 from towers.collectives.agreement import announce_with_body
 from towers.collectives.communicator import Communicator

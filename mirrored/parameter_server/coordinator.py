@@ -18,8 +18,7 @@ from threading import Condition, Thread
 from typing import Any
 from weakref import ref
 
-from mirrored.parameter_server.errors import ServerLostError
-from mirrored.parameter_server.servers import ActorLostError
+from mirrored.parameter_server.servers import ActorLostError, ServerLostError
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from towers.system import tree as trees
 from towers.system.log import get_logger
@@ -69,7 +68,7 @@ class ClusterCoordinator:
 
     Raises:
         RuntimeError: the strategy already has a coordinator.
-        mirrored.parameter_server.errors.ServerLostError: a server has ended. From then on, every method raises it.
+        mirrored.parameter_server.servers.ServerLostError: a server has ended. From then on, every method raises it.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:

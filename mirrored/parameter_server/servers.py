@@ -1,4 +1,4 @@
-"""Calls of servers by the chief and the workers, and the results of calls of any actor."""
+"""Calls of servers by the chief and the workers, the results of calls of any actor, and lost actors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.layout import Part, PlacedVariable
+from towers.errors import PeerLostError
+
+
+class ServerLostError(PeerLostError):
+    """Reports that a server has ended, together with its part of the variables. Restart from the newest checkpoint."""
+
 
 _COLOURS = "\x1b\\[\\d+m"  # ANSI colours in Ray's tracebacks
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from mirrored.data.input_context import InputContext
+from mirrored.data.distribute import InputContext
 from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference

@@ -14,8 +14,7 @@ from torch import nn
 from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import ReplicaContext, frame, note_towers_of, refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
-from mirrored.data.distribute import distribute
-from mirrored.data.input_context import InputContext, ValueContext
+from mirrored.data.distribute import InputContext, ValueContext, distribute
 from mirrored.events import Events, show_in_traces
 from mirrored.interceptor import interceptor
 from mirrored.operations import ReduceOp, operation_name

@@ -26,7 +26,7 @@ from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
 from towers.health.status import Health
 from towers.system.autograd_hooks import at_steps
-from towers.system.named import Named
+from towers.system.tensors import Named
 from towers.system.torch_private import version_of
 
 _RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from mirrored.attached.last_check import LastCheck
-from mirrored.attached.mirror_check import MirrorCheck
+from mirrored.attached.mirror_check import LastCheck, MirrorCheck
 from mirrored.events import enclose_runs
 from mirrored.interceptor import interceptor
 from mirrored.shares import Distribution
@@ -32,8 +31,8 @@ from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
-from towers.system.named import Named
 from towers.system.profiling import range_
+from towers.system.tensors import Named
 from towers.system.torch_private import split_graphs
 from towers.system.uncompiled import Untraced
 
@@ -314,7 +313,7 @@ class Engine:
 
     def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps ``fn`` for a run on a stand-in: running statistics of this tower's examples are restored after it."""
-        from mirrored.empty_shares.statistics import statistics_kept
+        from mirrored.empty_shares.stand_in import statistics_kept
 
         return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
@@ -333,7 +332,7 @@ class Engine:
     @property
     def communicates_in_forward(self) -> bool:
         """Whether the forward of a mirrored model, in its current mode, runs collectives."""
-        from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
+        from mirrored.empty_shares.stand_in import takes_statistics_of_all_towers
 
         modules = (module for model in self.recorder.models() for module in model.modules())
         return any(

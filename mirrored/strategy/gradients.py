@@ -28,7 +28,7 @@ from mirrored.strategy.calls import CheckedCalls
 from towers.collectives.agreement import announce
 from towers.collectives.values import sum_of_some
 from towers.health.status import with_batch
-from towers.system.memory_layout import is_dense
+from towers.system.tensors import is_dense
 
 
 class Gradients(CheckedCalls):

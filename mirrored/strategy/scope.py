@@ -31,7 +31,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from towers.errors import MirrorError
-from towers.system.named import Named
+from towers.system.tensors import Named
 from towers.system.torch_private import NormBase, own_buffers, own_parameters, unsaved_buffers
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

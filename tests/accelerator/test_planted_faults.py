@@ -60,10 +60,10 @@ FAULTS = {
         "towers.collectives.process_group", "self._work.wait()", "pass", cases.train, (SMALL,), way="collectives"
     ),
     "a batch is used before it has come": Fault(
-        "mirrored.data.transfer", "stream.wait_event(copied)", "pass", stream_cases.batches_arrive_whole, towers=1
+        "mirrored.data.dataset", "stream.wait_event(copied)", "pass", stream_cases.batches_arrive_whole, towers=1
     ),
     "a batch's memory is given away while it is used": Fault(
-        "mirrored.data.transfer",
+        "mirrored.data.dataset",
         "leaf.record_stream(stream)",
         "pass",
         stream_cases.batches_kept_by_queued_copies,

@@ -23,7 +23,7 @@ from tests.simulated_device.tpu import set_tpu_launch_env
 from tests.support.programs import end_of, run_command, run_program, start_program
 from towers.launching.starting.agent import set_tpu_environment
 from towers.launching.starting.simulate_cluster import reserve_ports
-from towers.system import tpu
+from towers.system import accelerator
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 HOSTS = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.2", "TORCH_TPU_TOPOLOGY": "1,2,1"}
@@ -159,7 +159,7 @@ def test_hosts_without_the_shape_of_their_slice() -> None:
 
 def test_the_doctor_says_what_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_DEV", tmp_path)
-    assert next(gpus.check({})).subject == ("GPUs" if "not installed" in str(tpu.missing()) else "TPUs")
+    assert next(gpus.check({})).subject == ("GPUs" if "not installed" in str(accelerator.missing_tpu()) else "TPUs")
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(INSTALLED))
         found = next(gpus.check({"TPU_SKIP_MDS_QUERY": "1"}))

@@ -19,9 +19,9 @@ from tests.support.features import mlp
 from tests.support.jobs import failures, make_data, parameters_of, text_of, towers
 from tests.support.sharded import equal_unsharded, small_training
 from tests.virtual.test_with_others import sparse_table
-from towers.sharding import central, single_copy
+from towers.sharding import central
+from towers.sharding.central import SingleCopy
 from towers.sharding.optimizer import OptimizerSharder
-from towers.sharding.single_copy import SingleCopy
 
 CENTRAL = {"central": True}
 
@@ -161,9 +161,9 @@ def scale_all(strategy: mirrored.Strategy, kernel: str) -> list[Tensor]:
         raise OSError(25, "no such question")
 
     model, _, step = small_training(strategy, torch.optim.Adam)
-    asked, told = single_copy.ioctl, SingleCopy.is_changed
+    asked, told = central.ioctl, SingleCopy.is_changed
     if kernel == "older":
-        single_copy.ioctl = refuse
+        central.ioctl = refuse
     elif kernel == "silent":
         SingleCopy.is_changed = lambda copy: told(copy) or True
     for number in range(4):
@@ -171,7 +171,7 @@ def scale_all(strategy: mirrored.Strategy, kernel: str) -> list[Tensor]:
         if number == 1:
             for p in model.parameters():
                 p.data.mul_(0.9)
-    single_copy.ioctl, SingleCopy.is_changed = asked, told
+    central.ioctl, SingleCopy.is_changed = asked, told
     return parameters_of(model)
 
 

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import mirrored
-from mirrored.checkpoint.folder import Disk
-from mirrored.checkpoint.lock import take_lock
+from mirrored.checkpoint.folder import Disk, take_lock
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
 from tests.support.programs import start_program

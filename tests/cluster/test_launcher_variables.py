@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mirrored import ClusterError, SlurmClusterResolver, TorchrunClusterResolver
-from mirrored.cluster import slurm
+from mirrored.cluster import launchers
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
 from towers.system import machine
@@ -37,7 +37,7 @@ SLURM = {
 
 def test_slurm_variables() -> None:
     environ = SLURM
-    assert slurm.present(environ)
+    assert launchers.srun_is_present(environ)
     topology = SlurmClusterResolver(environ).topology
     assert (topology.index, topology.size, topology.local_index, topology.local_size) == (3, 5, 1, 2)
     assert (topology.worker, topology.workers) == (1, 3)
@@ -45,7 +45,7 @@ def test_slurm_variables() -> None:
     assert topology.chief_serves
     with pytest.raises(ClusterError, match="SLURM_LOCALID, SLURM_NODEID are not set"):
         SlurmClusterResolver({**environ, "SLURM_LOCALID": "", "SLURM_NODEID": ""})
-    assert not slurm.present({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
+    assert not launchers.srun_is_present({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_number_of_threads_that_is_none_is_left_to_openmp(stated: str, monkeyp
     [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],x1", "gpu03"), ("r[1,2]n[7-8]", "r1n7"), ("n-a[10]", "n-a10")],
 )
 def test_first_slurm_host(nodelist: str, host: str) -> None:
-    assert slurm.first_host(nodelist) == host
+    assert launchers.first_host(nodelist) == host

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 import mirrored
-from mirrored.data import transfer
+from mirrored.data import dataset as datasets
 from mirrored.data.distribute import distribute
 from mirrored.events import Events
 from mirrored.shares import Cut, Distribution, KnownShares, Share
@@ -150,13 +150,13 @@ def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "Stream", Side)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Model())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: done.append(tuple(self.shape)))
-    monkeypatch.setattr(transfer, "pinned", lambda tensor: done.append("pinned") or tensor)
+    monkeypatch.setattr(datasets, "pinned", lambda tensor: done.append("pinned") or tensor)
     device = torch.device("meta")
     sparse = torch.eye(3).to_sparse()
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     batches = [torch.ones(1), {"packed": packed}, (sparse, torch.ones(3, device=device), "word")]
     for _ in range(2):
-        found = list(transfer.to_device(iter([(batch, Share(1, 1)) for batch in batches]), device))
+        found = list(datasets.to_device(iter([(batch, Share(1, 1)) for batch in batches]), device))
     first, second, third = (batch for batch, _ in found)
     assert first.device == second["packed"].data.device == third[0].device == third[1].device == device
     assert second["packed"].batch_sizes.device == torch.device("cpu")

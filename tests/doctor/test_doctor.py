@@ -17,7 +17,7 @@ import pytest
 
 import mirrored.doctor
 from mirrored import cli
-from mirrored.doctor import Finding, Severity, examine, jobs, versions
+from mirrored.doctor import Finding, Severity, examine, jobs, resources
 from mirrored.doctor.findings import Check, ok
 from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
 from mirrored.doctor.network import check_interfaces
@@ -199,7 +199,7 @@ def test_variables_that_change_results_or_speed() -> None:
     ],
 )
 def test_versions_are_compared_with_the_packages_ranges(version: str, ranges: str, severity: Severity) -> None:
-    assert versions.compare("torch", version, ranges, "fix").severity is severity
+    assert resources.compare_version("torch", version, ranges, "fix").severity is severity
 
 
 @pytest.mark.extended

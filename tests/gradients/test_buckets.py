@@ -19,7 +19,7 @@ from towers.gradients import buckets
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket, StreamOrder
 from towers.gradients.flags import Comparison, Counts
-from towers.system.named import Named
+from towers.system.tensors import Named
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any, wire_dtype: str = "same") -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import make_mlp, text_of, towers
 from tests.support.logs import Records
-from towers.system.extremes import extremes
+from towers.system.tensors import extremes
 
 NAN, INF = float("nan"), float("inf")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mirrored
-from mirrored.checkpoint.stopping import StopSignals
+from mirrored.checkpoint.manager import StopSignals
 from tests.support.jobs import ROOT, towers
 from tests.support.patience import patient_launch
 from tests.support.programs import run_program

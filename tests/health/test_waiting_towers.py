@@ -20,7 +20,7 @@ from tests.support.jobs import GLOO, SETTINGS, towers
 from tests.support.meeting import say, shorten_deadlines, wait_for
 from tests.support.unwell import TORCHRUN, unwell
 from tests.support.waiting import HANG, forever, wait_until
-from towers.collectives import nccl_watch, process_group
+from towers.collectives import nccl, process_group
 from towers.health import heartbeat
 from towers.health.heartbeat import Heartbeat
 from towers.health.status import StatusRecord
@@ -172,7 +172,7 @@ def wait_for_a_gpu(strategy: mirrored.Strategy, found: str) -> None:
             self.name = found if frame.f_code is forever.__code__ else "SUCCESS"
             return self
 
-    nccl_watch.watch(process_group.failures)
+    nccl.watch(process_group.failures)
 
     def step() -> None:
         if strategy.topology.index == 1 and found == "TIMEOUT":

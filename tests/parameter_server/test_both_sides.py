@@ -21,8 +21,8 @@ import mirrored
 
 ray = pytest.importorskip("ray")
 
-from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
 from mirrored.parameter_server.partitioners import FixedShardsPartitioner  # noqa: E402
+from mirrored.parameter_server.servers import ServerLostError  # noqa: E402
 
 
 class Side:

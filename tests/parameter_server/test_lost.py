@@ -24,7 +24,7 @@ ray = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.extended
 
-from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
+from mirrored.parameter_server.servers import ServerLostError  # noqa: E402
 from tests.parameter_server.processes import descendants  # noqa: E402
 from tests.parameter_server.training import Training  # noqa: E402
 

@@ -24,7 +24,7 @@ from towers.collectives.communicator import as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import ArgumentError
 from towers.gradients.sparse import sum_rows
-from towers.system.memory_layout import contiguous
+from towers.system.tensors import contiguous
 
 
 class SharedMemoryGroup(Group):

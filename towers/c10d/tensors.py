@@ -14,7 +14,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import check_reducible
 from towers.errors import ArgumentError
 from towers.system import tree as trees
-from towers.system.memory_layout import contiguous, copy_back
+from towers.system.tensors import contiguous, copy_back
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",

@@ -19,7 +19,7 @@ from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersE
 from towers.health.failure import leave_if_caught, note_out_of_step
 from towers.health.status import Health
 from towers.options import DEFAULT_BUCKET_BYTES
-from towers.system.memory_layout import contiguous
+from towers.system.tensors import contiguous
 
 _C = TypeVar("_C", bound="Caller")
 _P = ParamSpec("_P")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, as_bytes, from_bytes
 from towers.errors import DisagreementError
-from towers.system import cuda
+from towers.system import accelerator
 from towers.system.host_copy import HostCopy, on_device
 
 _WORDS = 16  # words of a message's head: the count, a digest of the purpose, the count as float32, and the text
@@ -67,7 +67,7 @@ class LabelledGather:
             DisagreementError: on all towers, if purposes differ; on GPUs in a later call.
         """
         device = values.device
-        capturing = cuda.is_capturing(device)
+        capturing = accelerator.is_capturing(device)
         while self._unread and not capturing and self._unread[0][0].has_come():
             come, checked_by = self._unread.popleft()
             _read(come.get(), checked_by)

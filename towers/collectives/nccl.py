@@ -1,8 +1,8 @@
-"""NCCL's special cases when groups are made: its ring, the GPU of a script's own group, and that it must not abort.
+"""NCCL's special cases: its ring, the GPU of a script's own group, and errors that no host waits for.
 
 [Note: NCCL must not abort] When NCCL's watchdog has found an error, it ends the process: after a minute in torch up to
-2.14, and at once in torch 2.15. Then :mod:`towers.collectives.nccl_watch` cannot report in time which tower waited for
-which. When a group is made, its engine reads TORCH_NCCL_ASYNC_ERROR_HANDLING. With 0, it leaves the error where
+2.14, and at once in torch 2.15. Then :func:`watch` cannot report in time which tower waited for which. When a group is
+made, its engine reads TORCH_NCCL_ASYNC_ERROR_HANDLING. With 0, it leaves the error where
 ``get_error`` finds it, and leaves the process to ``mirrored``. So ``mirrored``'s groups are made with 0. A script's own
 groups are not, and if the variable is set, it stays. (Torch 2.11 left a tower on an H200 the time to report; for torch
 2.15, this was read in its sources.)
@@ -11,11 +11,16 @@ groups are not, and if the variable is set, it stays. (Torch 2.11 left a tower o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from towers.health import failure
+from towers.health.heartbeat import INTERVAL, main_stack
+from towers.system.timeouts import clock
 from towers.system.torch_private import nccl_aborts_at_once
 
 _pinned_ring = False
@@ -67,3 +72,18 @@ def without_abort() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+@functools.cache
+def watch(failures: Callable[[], Iterable[Exception | None]]) -> None:
+    """Starts a thread that checks ``failures`` every second, and ends this process with a report of the first."""
+    threading.Thread(target=_run, args=(failures,), name="towers-nccl", daemon=True).start()
+
+
+def _run(failures: Callable[[], Iterable[Exception | None]]) -> None:
+    error = None
+    while error is None:
+        clock.sleep(INTERVAL)
+        error = next(filter(None, failures()), None)
+    failure.leave_report(error, f"Stack (most recent call last):\n{main_stack()}\n")
+    failure.leave(1)

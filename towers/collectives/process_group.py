@@ -280,7 +280,7 @@ _unused: list[Any] = []
 
 
 def failures() -> Iterator[Exception | None]:
-    """Yields the error that NCCL has found in each group, or None (:mod:`towers.collectives.nccl_watch`)."""
+    """Yields the error that NCCL has found in each group, or None (:mod:`towers.collectives.nccl`)."""
     try:
         communicators = list(open_communicators)
     except RuntimeError:  # one was added during the iteration

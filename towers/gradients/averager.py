@@ -46,7 +46,7 @@ from towers.gradients.cycle import Cycle, State, Watch
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
-from towers.system.named import Named
+from towers.system.tensors import Named
 from towers.system.torch_private import current_graph_task_id, disable_dynamo, last_gradient_hook
 
 

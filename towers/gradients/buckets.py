@@ -62,8 +62,7 @@ from towers.gradients.flags import BITS, Counts, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
 from towers.system.host_copy import on_device
-from towers.system.memory_layout import gradient_dtype, view_like
-from towers.system.named import Named
+from towers.system.tensors import Named, gradient_dtype, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
     current_stream_of,
@@ -99,7 +98,7 @@ class Slot:
     """One parameter and the state of its gradient. It does not keep the parameter alive.
 
     Attributes:
-        name, trainable: the parameter's (:class:`towers.system.named.Named`).
+        name, trainable: the parameter's (:class:`towers.system.tensors.Named`).
         parameter: returns the parameter when it is called, or None if its model is gone.
         shape, device: the parameter's when the slot was made.
         dtype: its gradient's.

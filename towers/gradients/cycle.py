@@ -34,8 +34,8 @@ from towers.gradients.flags import (
 from towers.gradients.reductions import Reduction
 from towers.health.failure import leave_if_caught
 from towers.health.status import AVERAGING, BACKWARD
-from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
+from towers.system.tensors import gradient_dtype
 from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
 
 _MAX_PATTERNS = 64

@@ -154,7 +154,7 @@ class Summary(NamedTuple):
     Attributes:
         touched: the units that this tower has gradients for.
         continues: whether this tower continues without reading what the others have touched.
-        backward: the backward's identification (:mod:`towers.gradients.flags`). Empty if the hosts compare it.
+        backward: the backward's identification. Empty if the hosts compare it.
     """
 
     touched: list[bool]

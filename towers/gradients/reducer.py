@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from towers.gradients.buckets import Slot
-from towers.system.named import Named
+from towers.system.tensors import Named
 
 
 class GradientReducer(Protocol):

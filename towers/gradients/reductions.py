@@ -50,7 +50,7 @@ from towers.errors import DisagreementError
 from towers.gradients.buckets import Bucket, Slot, SparseSlot, handles_gradients
 from towers.gradients.sparse import add_sparse, average_rows, has_rows, rows_of_towers, to_dense, without_rows
 from towers.system import tree as trees
-from towers.system.memory_layout import gradient_dtype
+from towers.system.tensors import gradient_dtype
 from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, foreach_add_
 
 

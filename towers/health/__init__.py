@@ -20,8 +20,8 @@ towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadloc
                                            ``DeadlockError`` in ``Health.check_deadlock``
 a tower waits for a GPU's in another call  the same, by ``deadlock.find_different_calls``
 a step passes its deadline                 ``heartbeat._watch_steps`` reports a ``StepTimeoutError``, and ends the tower
-NCCL finds an error or a timeout           ``collectives/nccl_watch.py`` reports it and ends the process
-models differ when the programs end        ``mirrored/attached/last_check.py``, in the tower that ends last
+NCCL finds an error or a timeout           ``nccl.watch`` reports it and ends the process
+models differ when the programs end        ``mirrored/attached/mirror_check.py``, in the tower that ends last
 the job receives SIGTERM or a similar      ``Attempt.forward`` sends the signal to the towers. Towers that save end with
 signal                                     exit code 75: ``attempt._preempted``; otherwise the agent dies of the
                                            signal

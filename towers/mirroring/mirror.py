@@ -11,7 +11,7 @@ from torch import Tensor
 from towers.collectives.agreement import announce, digest_of
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
-from towers.system.named import Named
+from towers.system.tensors import Named
 
 _CHUNK_BYTES = 32 * 2**20
 

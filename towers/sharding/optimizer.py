@@ -46,8 +46,8 @@ from towers.sharding.inner import (
 from towers.sharding.shards import Shard, cut_rows, shards_of
 from towers.sharding.transport import ShardTransport
 from towers.system.log import get_logger
-from towers.system.memory_layout import is_dense
 from towers.system.profiling import range_
+from towers.system.tensors import is_dense
 from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, step_hooks
 
 log = get_logger("towers")

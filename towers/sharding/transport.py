@@ -23,7 +23,7 @@ from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Keys, Slot
 from towers.gradients.reductions import AllReduce, ReduceScatter, Reduction, ScatteredChunks, SharedChunks
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
-from towers.system.memory_layout import ALONE, view_like
+from towers.system.tensors import ALONE, view_like
 from towers.system.torch_private import foreach_copy_, storage_holders
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -28,11 +28,10 @@ from towers.collectives.communicator import (
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
 from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
-from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
-from towers.collectives.shared_memory.sharing import map_segments
+from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned, map_segments
 from towers.errors import DisagreementError
 from towers.system import machine
-from towers.system.memory_layout import contiguous, copy_back
+from towers.system.tensors import contiguous, copy_back
 
 SEVERAL_HOSTS = "the towers run on several hosts"
 

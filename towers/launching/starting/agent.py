@@ -124,13 +124,13 @@ def _set_environment(job: Job) -> None:
 def set_tpu_environment(towers: int, worker: int, workers: int) -> None:
     """Sets the variables with which this host's towers find the TPUs of all towers, before they are started.
 
-    The reason is in :mod:`towers.system.tpu`, [Note: a TPU has two numbers].
+    The reason is in :mod:`towers.system.accelerator`, [Note: a TPU has two numbers].
 
     Raises:
         CannotStartError: torch_tpu cannot determine the variables, or they are already set for a different number of
             towers.
     """
-    from towers.system.tpu import ADDRESSES
+    from towers.system.accelerator import ADDRESSES
 
     if workers > 1 and "TORCH_TPU_TOPOLOGY" not in os.environ:
         raise CannotStartError("TORCH_TPU_TOPOLOGY is not set: on several hosts it is the whole slice's, as 4,4,1")

@@ -1,0 +1,119 @@
+"""Facts about tensors: their layout in memory, their names in messages, and whether they are finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from towers.system.torch_private import storage_holders
+
+
+def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """Returns the start of ``buffer`` in the shape of ``tensor``, with its strides if they are dense.
+
+    Args:
+        buffer: flat, of the tensor's dtype; for complex numbers, pairs of real ones.
+    """
+    if tensor.is_complex():
+        flat = torch.view_as_complex(buffer[: 2 * tensor.numel()].view(-1, 2))
+    else:
+        flat = buffer[: tensor.numel()]
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return flat.view(tensor.shape)
+    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's gradient: its ``grad_dtype`` if it has one, otherwise its own dtype."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a copy if it is not contiguous or is a lazily conjugated or negated view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copy_back(dense: Tensor, tensor: Tensor) -> None:
+    """Gives ``tensor`` the values of ``dense``, unless they are the same memory (:func:`contiguous`)."""
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
+ALONE = storage_holders(torch.zeros(1, device="cpu"))
+"""The result of :func:`towers.system.torch_private.storage_holders` for a tensor that does not share its memory."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter or buffer with its name in messages.
+
+    Attributes:
+        name: path below its outermost module, with that module first: ``"Net.conv1.weight"``.
+        kind: "parameter" or "buffer".
+        trainable: whether it required a gradient when it was compared. It may have been frozen or unfrozen since.
+        sparse: whether its gradients are sparse tensors.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: str
+    trainable: bool = False
+    sparse: bool = False
+
+    def describe(self) -> list[object]:
+        """Returns the properties that must be equal on all towers."""
+        tensor = self.tensor
+        layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
+        gradients = gradient_dtype(tensor)
+        dtype = str(tensor.dtype) if gradients == tensor.dtype else f"{tensor.dtype} with gradients of {gradients}"
+        return [self.name, list(tensor.shape), dtype, self.kind, self.trainable, layout]
+
+
+def extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the largest magnitude in each tensor: NaN if it contains NaN, otherwise infinity if it contains one.
+
+    Args:
+        tensors: real, complex (their parts count), sparse or integer tensors, on one device or several.
+
+    Returns:
+        float64, shape ``(len(tensors),)``, on a GPU if any tensor is on one; 0 for an empty tensor.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    ends = concatenated([end.view(1) for tensor in tensors for end in _ends(tensor)]).double()
+    return torch.maximum(-ends[::2], ends[1::2])
+
+
+def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the least and the greatest element; both are NaN if there is a NaN."""
+    dense = tensor._values() if tensor.is_sparse else tensor
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    if not real.numel():
+        zero = torch.zeros((), device=tensor.device)
+        return zero, zero
+    if real.dtype.itemsize == 1:
+        real = real.float()  # torch does not compare numbers of eight bits
+    low, high = torch.aminmax(real)
+    return low, high
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenates flat tensors, on a GPU if any is on one: a copy to the host would be read before it has arrived."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    return torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
+
+
+def what_is_not_finite(names: Sequence[str], highest: Tensor) -> dict[str, str]:
+    """Returns those of ``names`` whose extreme is not finite, with "nan" or "inf"."""
+    values = zip(names, highest.tolist(), strict=True)
+    return {name: "nan" if math.isnan(value) else "inf" for name, value in values if not math.isfinite(value)}
