@@ -27,7 +27,6 @@ from mirrored.events import Events
 from mirrored.strategy.scope import Recorder
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
-from towers.gradients.buckets import DenseSlot
 from towers.gradients.reducer import GradientReducer
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook, at_steps
@@ -207,8 +206,7 @@ class OptimizerGuard:
         pairs = zip(parameters, gradients, strict=False)  # Keras refuses another number itself
         if unaveraged := [p for p, gradient in pairs if self._recorder.is_mirrored(p) and _is_nonzero(gradient)]:
             kind, tower = type(optimizer).__name__, self._comm.index
-            slot = averager.slot_of(unaveraged[0])
-            name = slot.name if slot is not None else self._recorder.name_of(unaveraged[0])
+            name = self._recorder.name_of(unaveraged[0])
             more = f" and {len(unaveraged) - 1} more" if len(unaveraged) > 1 else ""
             raise MirrorError(
                 f"{kind}.step() on tower {tower} uses gradients that no backward() has averaged over the towers "
@@ -219,10 +217,11 @@ class OptimizerGuard:
             )
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:
-        for slot in (self._averager.slot_of(p) for p in parameters if p.grad is not None):
-            if isinstance(slot, DenseSlot):
+        for p in parameters:
+            if p.grad is not None and self._averager.reduces_densely(p):
+                name = self._recorder.name_of(p)
                 raise MirrorError(
-                    f"SparseAdam wants sparse gradients, but those of {slot.name} are averaged as dense ones: sparse "
+                    f"SparseAdam wants sparse gradients, but those of {name} are averaged as dense ones: sparse "
                     "gradients are known of nn.Embedding and nn.EmbeddingBag with sparse=True, not of "
                     "F.embedding(…, sparse=True). Hold the parameter in such a module, or take another optimizer"
                 )

@@ -41,7 +41,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
-from towers.gradients.buckets import BucketLayout, Keys, Slot, handles_gradients
+from towers.gradients.buckets import BucketLayout, DenseSlot, Keys, Slot, handles_gradients
 from towers.gradients.cycle import Cycle, State, Watch
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.reductions import AllReduce, Reduction
@@ -195,7 +195,11 @@ class GradientAverager(GradientReducer):
         self._cycle.expect_other_collectives()
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
+        """Returns a parameter's slot: a place in a bucket, or a sparse slot; None if its gradient is not reduced."""
         return self.layout.slot_of(parameter)
+
+    def reduces_densely(self, parameter: Tensor) -> bool:
+        return isinstance(self.slot_of(parameter), DenseSlot)
 
     # -- one backward ------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""The interface between a strategy and its gradients' reducer; :mod:`towers.gradients.averager` averages in buckets."""
+"""The interface between a strategy and what keeps the gradients of its towers equal.
+
+:mod:`towers.gradients.averager` averages in buckets, ``LocalGradients`` of :mod:`mirrored.local.training` not at all.
+``tests/gradients/test_reducer_of_torch.py`` puts the reducer of torch's ``DistributedDataParallel`` behind it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from towers.gradients.buckets import Slot
 from towers.system.tensors import Named
 
 
@@ -34,8 +37,8 @@ class GradientReducer(Protocol):
     def expect_other_collectives(self) -> None:
         """Prepares for backwards that contain collectives of this strategy's layers, on another communicator."""
 
-    def slot_of(self, parameter: Tensor) -> Slot | None:
-        """Returns a parameter's slot: a place in a bucket, or a sparse slot; None if its gradient is not reduced."""
+    def reduces_densely(self, parameter: Tensor) -> bool:
+        """Returns whether the gradient of this parameter is reduced as a dense one, whatever layout it has."""
 
     # -- one backward ------------------------------------------------------------------------------------
 
