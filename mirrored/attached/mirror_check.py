@@ -56,6 +56,8 @@ from towers.system.tensors import Named, extremes, what_is_not_finite
 from towers.system.text import name_towers
 from towers.topology import STARTED_BY
 
+_LAST_MESSAGE = "held"
+
 log = get_logger("mirrored")
 
 _EARLY = (2, 10, 100)  # the runs that reveal scripts that are wrong from the start
@@ -343,9 +345,6 @@ def _states(optimizer: Optimizer, label: str, names: dict[int, str]) -> Iterator
                     yield Held(f"{key} of {names[id(parameter)]} ({label})", _STATE, value.detach())
 
 
-_WHAT = "held"
-
-
 class LastCheck:
     """Compares the parameters and backwards of one strategy's towers when their programs end without an error.
 
@@ -378,7 +377,7 @@ class LastCheck:
             return
         failure.flush_output()  # the last tower's error may end this process before its interpreter flushes
         values = self._check.held()
-        messages = heartbeat.leave(_WHAT, {**_message(values), "backwards": self._backwards()})
+        messages = heartbeat.leave(_LAST_MESSAGE, {**_message(values), "backwards": self._backwards()})
         if messages is None:
             return
         error: Exception | None = None

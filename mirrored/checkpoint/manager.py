@@ -35,6 +35,10 @@ from towers.launching.console import leave_terminal
 from towers.system.log import get_logger
 from towers.system.timeouts import clock
 
+log = get_logger("mirrored")
+_STOP, _SAVE, _FINISH = 1, 2, 4  # requests
+_LOOK_EVERY = 10  # steps between two looks for an evaluator's request
+
 
 class StopSignals:
     """A context that records the first signal. A second signal, or the end of the grace period, ends the process.
@@ -90,12 +94,6 @@ class StopSignals:
         assert self.received is not None
         os.write(2, f"mirrored: no step was done {self._grace:g} s after {self.received.name}; ending\n".encode())
         os.kill(os.getpid(), self.received)
-
-
-log = get_logger("mirrored")
-
-_STOP, _SAVE, _FINISH = 1, 2, 4  # requests
-_LOOK_EVERY = 10  # steps between two looks for an evaluator's request
 
 
 class CheckpointManager:

@@ -1,4 +1,4 @@
-"""Towers that a launcher starts: torchrun or another one with its variables, ``srun``, and the hosts of a TPU slice."""
+"""Reads the variables of launchers: torchrun's, ``srun``'s, and those that list the hosts of a TPU slice."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
 
 def torchrun_is_present(environ: Mapping[str, str]) -> bool:
-    """Returns whether a launcher of this kind has set RANK or WORLD_SIZE."""
+    """Returns whether torchrun, or another launcher with its variables, has set RANK or WORLD_SIZE."""
     return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))
 
 

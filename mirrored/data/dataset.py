@@ -34,6 +34,8 @@ from towers.system.host_copy import pinned
 from towers.system.log import get_logger
 from towers.system.profiling import range_
 
+log = get_logger("mirrored")
+
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yields the same batches with their tensors on ``device``.
@@ -85,16 +87,13 @@ def _hand_over(batch: Batch, copied: torch.Event, device: torch.device) -> Batch
     stream = torch.accelerator.current_stream(device)
     stream.wait_event(copied)
     for leaf in trees.leaves(batch[0]):
-        if _is_plain(leaf, device.type) and device.type != "tpu":  # see [Note: a TPU has one order]
+        if _is_plain(leaf, device.type) and device.type != "tpu":  # [Note: a TPU has one order], accelerator.py
             leaf.record_stream(stream)
     return _map(lambda leaf: _move(leaf, device), batch[0]), batch[1]
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf  # type: ignore[arg-type]
-
-
-log = get_logger("mirrored")
 
 
 class DistributedDataset(ABC):

@@ -17,6 +17,11 @@ from mirrored.data.order import Order, is_plain, is_ready_made
 from mirrored.shares import Distribution
 from towers.system.log import get_logger
 
+if TYPE_CHECKING:
+    from mirrored.data.batch_dims import Dims
+
+log = get_logger("mirrored")
+
 
 @dataclass(frozen=True)
 class InputContext:
@@ -52,12 +57,6 @@ class ValueContext:
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
-
-
-if TYPE_CHECKING:
-    from mirrored.data.batch_dims import Dims
-
-log = get_logger("mirrored")
 
 
 def distribute(

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
 from towers.system import machine
 
+_PACKAGE = "mirrored"
+
 _MB, _GB = 2**20, 2**30
 _TOWER = 0.5 * _GB  # memory of an idle tower: Python and torch
 _DEV_SHM = "/dev/shm"
@@ -223,9 +225,6 @@ def check_limits(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"is limited to {locked:,} bytes, but NCCL locks the memory that InfiniBand cards read and write",
             "ulimit -l unlimited (docker: --ulimit memlock=-1; SLURM: PropagateResourceLimitsExcept=MEMLOCK)",
         )
-
-
-_PACKAGE = "mirrored"
 
 
 def check_versions(environ: Mapping[str, str]) -> Iterator[Finding]:

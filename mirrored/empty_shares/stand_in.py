@@ -32,6 +32,9 @@ from mirrored.shares import Share
 from towers.system import tree as trees
 from towers.system.torch_private import NormBase
 
+_TOO_FEW = "Expected more than 1 value per channel"
+"""The start of the message of torch's BatchNorm."""
+
 
 def takes_statistics_of_all_towers(module: nn.Module) -> bool:
     """Returns whether a layer's running statistics are those of the global batch."""
@@ -187,10 +190,6 @@ def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: Repli
             "distributed batch"
         )
     return is_stand_in(replica.strategy, values, entries, "the loss", batch)
-
-
-_TOO_FEW = "Expected more than 1 value per channel"
-"""The start of the message of torch's BatchNorm."""
 
 
 def explain_share(error: Exception, tower: int, shares: list[Share]) -> None:

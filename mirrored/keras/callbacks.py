@@ -1,7 +1,6 @@
 """Callbacks on several towers: a monitor, TensorBoard's files, and Keras' own, which decide identically on every tower.
 
-Only the chief writes files and the progress bar. :class:`TensorBoard` uses torch's writer; Keras' callback of that name
-needs TensorFlow.
+:class:`TensorBoard` uses torch's writer; Keras' callback of that name needs TensorFlow.
 
 Every tower runs every callback with the same logs, so callbacks that decide by the logs decide identically. On other
 towers than the chief, Keras' callbacks that write files do everything except writing. If a callback sets

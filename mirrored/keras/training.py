@@ -1,8 +1,9 @@
 """The steps of one model under a strategy, and the values that the towers combine after them.
 
-The variables are combined by their ``aggregation``. ``"mean"`` is the mean over the examples of the step, and so is
-``"none"``, which Keras' own layers use. ``"sum"`` adds up the changes of the towers. ``"only_first_replica"`` is tower
-0's value. Integers with ``"none"``, such as the states of seed generators and counters, are equal on every tower.
+Variables that a step changes without a gradient, such as moving statistics, are combined by their ``aggregation``.
+``"mean"`` is the mean over the examples of the step, and so is ``"none"``, which Keras' own layers use. ``"sum"`` adds
+up the changes of the towers. ``"only_first_replica"`` is tower 0's value. Integers with ``"none"``, such as the states
+of seed generators and counters, are equal on every tower.
 
 [Note: the tower's device] Keras has one default device per process: a GPU if there is one. If the tower has a device of
 the same kind, Keras uses it, because a strategy makes its device the current one. Otherwise (CPU towers on a machine

@@ -40,6 +40,9 @@ from towers.system.log import get_logger
 from towers.system.profiling import range_
 from towers.system.tensors import Named
 
+log = get_logger("mirrored")
+_BYTES = 64 << 20  # averaged at once
+
 
 class LocalGradients(GradientAverager):
     """An averager without parameters: it averages nothing, and only records backward passes.
@@ -75,11 +78,6 @@ class LocalGradients(GradientAverager):
 
     def note_averaged(self, parameters: Iterable[Tensor], *, replaced: bool) -> None:
         self._notice()
-
-
-log = get_logger("mirrored")
-
-_BYTES = 64 << 20  # averaged at once
 
 
 @dataclass(eq=False)

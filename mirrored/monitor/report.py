@@ -1,4 +1,4 @@
-"""One report: the work of all towers since the last one, as numbers, as a line, and on the chief's outputs.
+"""One report of the work of all towers since the last one, and the outputs on which the chief shows it.
 
 [Note: waiting is a comparison] A tower cannot distinguish waiting for the others from moving bytes: both are one call
 that returns later. Towers therefore send each other the time that they spent in collectives, step by step. The tower

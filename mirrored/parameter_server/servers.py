@@ -12,12 +12,11 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from mirrored.parameter_server.layout import Part, PlacedVariable
 from towers.errors import PeerLostError
 
+_COLOURS = "\x1b\\[\\d+m"  # ANSI colours in Ray's tracebacks
+
 
 class ServerLostError(PeerLostError):
     """Reports that a server has ended, together with its part of the variables. Restart from the newest checkpoint."""
-
-
-_COLOURS = "\x1b\\[\\d+m"  # ANSI colours in Ray's tracebacks
 
 
 class ActorLostError(Exception):

@@ -159,6 +159,61 @@ class MirroredStrategy(Strategy):
         return launcher or cluster.this_machine(os.environ)
 
 
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """Trains one model on all devices of all workers (machines) of a cluster.
+
+    The first of these that exists describes the cluster: ``cluster_resolver``, ``TF_CONFIG``, torchrun's variables,
+    SLURM's variables. If none exists, the cluster is this machine. With ``TF_CONFIG``, start the same script on every
+    worker. Each process becomes its worker's towers, and all towers connect to the chief's address.
+
+    Args:
+        cluster_resolver: for example ``TFConfigClusterResolver()``.
+        options: ``devices``, one per tower of this worker, and other options of :class:`MirroredStrategy`.
+
+    Raises:
+        ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
+        ValueError, CannotStartError, StartupError, HandshakeError: see :class:`MirroredStrategy`.
+    """
+
+    @instead_of(communication_options=COMMUNICATION)
+    def __init__(self, cluster_resolver: ClusterResolver | None = None, **options: Any) -> None:
+        self._own_resolver = cluster_resolver
+        super().__init__(**options)
+
+    def _resolve(self) -> ClusterResolver:
+        resolver = cluster.resolve(os.environ, self._own_resolver)
+        if "ps" in resolver.cluster_spec():
+            raise ClusterError(
+                f"{resolver.origin}: cluster has 'ps' tasks, but mirrored training has no parameter servers: use "
+                "mirrored.ParameterServerStrategy, or remove the job 'ps' and give its machines to 'worker'"
+            )
+        return resolver
+
+
+class TPUStrategy(MultiWorkerMirroredStrategy):
+    """Trains one model on all TPUs of this host, or of all hosts of a slice, with one tower per TPU.
+
+    It needs torch_tpu (the extra ``tpu``), and is otherwise the strategy of several workers. ``MirroredStrategy()``
+    also supports the TPUs of one host.
+
+    Args:
+        cluster_resolver: the hosts; default ``TPUClusterResolver()``.
+        options: ``devices``, to use only some of this host's TPUs (``["tpu:0", "tpu:1"]``), and other options of
+            :class:`MirroredStrategy`.
+
+    Raises:
+        ValueError: torch finds no TPU; the message contains the reason and the remedy. Otherwise see
+            :class:`MirroredStrategy`.
+        ClusterError: the hosts' variables are wrong.
+    """
+
+    @instead_of(tpu_cluster_resolver="cluster_resolver=", experimental_device_assignment="each TPU has a tower")
+    def __init__(self, cluster_resolver: ClusterResolver | None = None, **options: Any) -> None:
+        if why := accelerator.missing_tpu():
+            raise ValueError(f"TPUStrategy: {why}. On other devices take MirroredStrategy")
+        super().__init__(cluster_resolver or TPUClusterResolver(), **options)
+
+
 @functools.cache
 def default_strategy() -> Strategy:
     """Returns the strategy outside all scopes, which has one replica."""
@@ -300,58 +355,3 @@ def _announce(strategy: Strategy) -> None:
         threads,
         topology.started_by,
     )
-
-
-class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """Trains one model on all devices of all workers (machines) of a cluster.
-
-    The first of these that exists describes the cluster: ``cluster_resolver``, ``TF_CONFIG``, torchrun's variables,
-    SLURM's variables. If none exists, the cluster is this machine. With ``TF_CONFIG``, start the same script on every
-    worker. Each process becomes its worker's towers, and all towers connect to the chief's address.
-
-    Args:
-        cluster_resolver: for example ``TFConfigClusterResolver()``.
-        options: ``devices``, one per tower of this worker, and other options of :class:`MirroredStrategy`.
-
-    Raises:
-        ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
-        ValueError, CannotStartError, StartupError, HandshakeError: see :class:`MirroredStrategy`.
-    """
-
-    @instead_of(communication_options=COMMUNICATION)
-    def __init__(self, cluster_resolver: ClusterResolver | None = None, **options: Any) -> None:
-        self._own_resolver = cluster_resolver
-        super().__init__(**options)
-
-    def _resolve(self) -> ClusterResolver:
-        resolver = cluster.resolve(os.environ, self._own_resolver)
-        if "ps" in resolver.cluster_spec():
-            raise ClusterError(
-                f"{resolver.origin}: cluster has 'ps' tasks, but mirrored training has no parameter servers: use "
-                "mirrored.ParameterServerStrategy, or remove the job 'ps' and give its machines to 'worker'"
-            )
-        return resolver
-
-
-class TPUStrategy(MultiWorkerMirroredStrategy):
-    """Trains one model on all TPUs of this host, or of all hosts of a slice, with one tower per TPU.
-
-    It needs torch_tpu (the extra ``tpu``), and is otherwise the strategy of several workers. ``MirroredStrategy()``
-    also supports the TPUs of one host.
-
-    Args:
-        cluster_resolver: the hosts; default ``TPUClusterResolver()``.
-        options: ``devices``, to use only some of this host's TPUs (``["tpu:0", "tpu:1"]``), and other options of
-            :class:`MirroredStrategy`.
-
-    Raises:
-        ValueError: torch finds no TPU; the message contains the reason and the remedy. Otherwise see
-            :class:`MirroredStrategy`.
-        ClusterError: the hosts' variables are wrong.
-    """
-
-    @instead_of(tpu_cluster_resolver="cluster_resolver=", experimental_device_assignment="each TPU has a tower")
-    def __init__(self, cluster_resolver: ClusterResolver | None = None, **options: Any) -> None:
-        if why := accelerator.missing_tpu():
-            raise ValueError(f"TPUStrategy: {why}. On other devices take MirroredStrategy")
-        super().__init__(cluster_resolver or TPUClusterResolver(), **options)

@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 from mirrored.events import Events
 from mirrored.strategy.gradients import Gradients
 
+if TYPE_CHECKING:
+    from mirrored.monitor.tracing import Trace
+
+TRACED_STEPS = "MIRRORED_TRACE"
+"""Environment variable with the steps that ``mirrored trace`` records, and the file: ``10:13:/home/me/trace.json``."""
+
 
 class NoWriter:
     """Replaces a ``SummaryWriter`` on towers that do not write. Every method does nothing and returns None."""
@@ -42,13 +48,6 @@ def summary_writer(is_chief: bool, folder: str | os.PathLike[str], **options: An
     return SummaryWriter(os.fspath(folder), **options)
 
 
-if TYPE_CHECKING:
-    from mirrored.monitor.tracing import Trace
-
-TRACED_STEPS = "MIRRORED_TRACE"
-"""Environment variable with the steps that ``mirrored trace`` records, and the file: ``10:13:/home/me/trace.json``."""
-
-
 class Records(Gradients):
     """Methods of :class:`mirrored.Strategy` that record a training."""
 
@@ -57,8 +56,6 @@ class Records(Gradients):
 
     def summary_writer(self, folder: str | os.PathLike[str], **options: Any) -> Any:
         """Returns TensorBoard's ``SummaryWriter`` on the chief, elsewhere an object whose methods do nothing."""
-        from mirrored.strategy.records import summary_writer
-
         return summary_writer(self.is_chief, folder, **options)
 
     def trace(

@@ -387,7 +387,7 @@ def _split_twice(comparison: RunComparison, first: str, shown: str) -> Explanati
 
 
 def mentions_of(trace: Trace, words: Sequence[str] = NUMBER_OF_TOWERS) -> str:
-    """Returns, in words, the lines of the script that mention the number of towers, or others of :mod:`.mentions`."""
+    """Returns the lines of the script that contain certain words, by default on the number of towers, in words."""
     places = [f"{word} is in {_lines(trace.mentions[word])}" for word in words if word in trace.mentions]
     return f" ({'; '.join(places)})" if places else ""
 

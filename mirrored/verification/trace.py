@@ -495,7 +495,7 @@ class Trace:
 
 
 def mentions_in(script: str) -> dict[str, list[int]]:
-    """Returns the lines of a script that contain one of the words above, which may explain a difference."""
+    """Returns the lines of a script with a word of NUMBER_OF_TOWERS, ONE_TOWER, SCOPE or HASHES, by the word."""
     mentions: dict[str, list[int]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError), open(script, "rb") as file:
         for node in ast.walk(ast.parse(file.read())):

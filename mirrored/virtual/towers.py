@@ -53,6 +53,8 @@ from towers.system.log import get_logger
 from towers.system.profiling import range_
 from towers.system.tensors import Named
 
+log = get_logger("mirrored")
+
 
 class Cutter:
     """Splits batches if it is unambiguous which values are per-example; see [Note: parts are copies].
@@ -129,9 +131,6 @@ def _described(value: Any) -> str:
     if is_array(value):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__} of {len(value)} entries"
-
-
-log = get_logger("mirrored")
 
 
 @dataclasses.dataclass

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import mirrored
-from tests.support.clusters import start_workers
+from tests.support.clusters import free_port, start_workers, torchrun_variables
 from tests.support.jobs import towers
 from tests.support.patience import patient_launch
-from tests.support.programs import run_program
+from tests.support.programs import run_program, start_program
 from tests.support.unwell import TORCHRUN, UNWELL, unwell
 from tests.support.waiting import HANG, wait_until
 
@@ -97,6 +97,18 @@ def test_an_exception_whose_report_cannot_be_written_is_printed_by_its_tower() -
 def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
     result, _ = unwell(2, "thread", "1", "3", "forward", starter=TORCHRUN)
     assert "ValueError: boom" in result.stderr[result.stderr.index("Root Cause") :]
+
+
+def test_who_waits_for_a_killed_tower_of_a_launcher_that_does_not_care_says_so() -> None:
+    """Some launchers leave the other towers alone, such as ``srun`` without ``--kill-on-bad-exit``."""
+    port = str(free_port())
+    programs = [
+        start_program([UNWELL, "die", "1", "3", "forward"], env=torchrun_variables(RANK=rank, MASTER_PORT=port))
+        for rank in ("0", "1")
+    ]
+    (_, waiting), _ = (program.communicate() for program in programs)
+    assert programs[1].returncode == -signal.SIGKILL
+    assert re.search(r"PeerLostError: .*tower 1", waiting), waiting
 
 
 def has_ended(process: int) -> bool:

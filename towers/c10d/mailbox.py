@@ -34,13 +34,15 @@ from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.timeouts import Deadline
 
+_EXIT_SECONDS = 30.0  # a program's wait for its receivers, at its end
+
 FIRST = 2**16
 """Bytes of a stream's first buffer."""
 
 _NEXT = 2**20  # bytes of the next buffers, at least
 _HEADER = ALIGNMENT  # bytes of a message's header: its kind and two more integers
 _MESSAGE, _WRAP, _NEXT_BUFFER = 1, 2, 3
-_POLL = 0.1  # seconds between two checks whether the receiver still runs
+_POLL = 0.1  # seconds between two checks whether the other end still runs
 
 
 @dataclass
@@ -172,10 +174,6 @@ class Receiver:
     def acknowledge(self) -> None:
         """Reports to the sender that a message was received."""
         semaphores.post(self._received)
-
-
-_POLL = 0.1  # seconds between two checks whether the others still run
-_EXIT_SECONDS = 30.0  # a program's wait for its receivers, at its end
 
 
 class _SegmentLayout:

@@ -58,8 +58,6 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         backend, where = "gloo", torch.device("cpu")
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
-        from towers.collectives import nccl
-
         nccl.choose_algorithm(options.algorithm, on_one_host=topology.local_size == topology.size)
         nccl.watch(failures)
     tower = Participant(

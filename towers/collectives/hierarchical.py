@@ -1,5 +1,9 @@
 """Two levels of collectives, for several hosts: inside each host in shared memory, and across hosts.
 
+[Note: two levels] A reduced value crosses the network once per host, however many towers the host has. The rest of its
+way is shared memory. The first tower of each host, its *leader*, takes part in the collectives across hosts. Averages
+are split among the towers of a host, see [Note: lanes]. Hosts may have different numbers of towers.
+
 [Note: lanes] The towers of a host share the work. Each of the first few is a *lane*: it sums one chunk of every bucket
 over the towers of its host, in their order. It averages the sum with the towers of the same lane on the other hosts. So
 a bucket still crosses once per host, over several connections, and no part of it is copied more often than necessary::
@@ -13,10 +17,6 @@ a bucket still crosses once per host, over several connections, and no part of i
 [Note: no tower waits in a backward] Whether the others have filled a bucket is checked whenever this tower has filled
 one. This tower waits for the others when its backward is done. So all waits are in the main thread, one at a time, as
 the search for deadlocks needs it. Buckets start in one order, on all towers of a lane.
-
-[Note: two levels] A reduced value crosses the network once per host, however many towers the host has. The rest of its
-way is shared memory. The first tower of each host, its *leader*, takes part in the collectives across hosts. Averages
-are split among the towers of a host, see [Note: lanes]. Hosts may have different numbers of towers.
 """
 
 from __future__ import annotations

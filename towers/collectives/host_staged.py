@@ -72,7 +72,7 @@ class HostStagedCommunicator(Communicator):
         self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self._stream:
             self._queue.append((tensor, HostCopy(tensor)))
-        if tensor.device.type != "tpu":  # see [Note: a TPU has one order]
+        if tensor.device.type != "tpu":  # [Note: a TPU has one order], accelerator.py
             tensor.record_stream(self._stream)
         return Deferred(self.finish_submitted)
 

@@ -302,7 +302,6 @@ class GradientAverager(GradientReducer):
         self._cycle.check_paired()
 
     def digest_of_backwards(self) -> int:
-        """Returns a number that is the same on all towers if they were in the same backwards."""
         return self._cycle.backward.digest
 
     def break_off_backward(self, error: BaseException) -> None:

@@ -80,6 +80,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+# -- slots ------------------------------------------------------------------------------------------------
+
+
 def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates methods that process gradients.
 
@@ -148,6 +151,46 @@ class Slot:
         return self.arrived or self.holds_unsynced
 
 
+class DenseSlot(Slot):
+    """One parameter's place in a bucket.
+
+    Attributes:
+        bucket, start: its position, in elements of the bucket's dtype.
+        nbytes: the size of a dense gradient.
+        copied_at_once: whether gradients are copied before the bucket is packed.
+        view: the part of the buffer for its gradient, in the parameter's shape and strides.
+        copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
+            is detected.
+    """
+
+    __slots__ = ("bucket", "copied", "copied_at_once", "nbytes", "start", "view")
+
+    def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
+        super().__init__(named)
+        self.bucket = bucket
+        self.start = start
+        self.nbytes = named.tensor.nbytes
+        self.copied_at_once = bucket.streams is not None or self.nbytes >= _LARGE_BYTES
+        self.view = _NOTHING
+        self.copied: tuple[Tensor, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements, of the bucket's dtype."""
+        return self.shape.numel() * (2 if self.dtype.is_complex else 1)
+
+    def is_installed(self, gradient: Tensor | None) -> bool:
+        """Returns whether ``gradient`` is this slot's place in the buffer."""
+        view = self.view
+        if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+            return False
+        return gradient.stride() == view.stride() and gradient.dtype == view.dtype
+
+    def install(self, parameter: Tensor) -> None:
+        """Makes this slot's place in the buffer the parameter's gradient."""
+        parameter.grad = self.view.detach()
+
+
 class SparseSlot(Slot):
     """A parameter with sparse gradients. Its rows are gathered, not reduced: only existing rows are sent."""
 
@@ -200,53 +243,13 @@ class StreamOrder:
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Ensures that the memory of gradients that are dropped after their copy is not used again before the copy."""
         for gradient in gradients if self._several else ():
-            if not gradient.is_sparse and gradient.device.type != "tpu":  # see [Note: a TPU has one order]
+            if not gradient.is_sparse and gradient.device.type != "tpu":  # [Note: a TPU has one order], accelerator.py
                 assert self._stream is not None
                 gradient.record_stream(self._stream)
 
     def reset(self) -> None:
         """Forgets the streams of a backward that is over."""
         self._stream, self._several = None, False
-
-
-class DenseSlot(Slot):
-    """One parameter's place in a bucket.
-
-    Attributes:
-        bucket, start: its position, in elements of the bucket's dtype.
-        nbytes: the size of a dense gradient.
-        copied_at_once: whether gradients are copied before the bucket is packed.
-        view: the part of the buffer for its gradient, in the parameter's shape and strides.
-        copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
-            is detected.
-    """
-
-    __slots__ = ("bucket", "copied", "copied_at_once", "nbytes", "start", "view")
-
-    def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
-        super().__init__(named)
-        self.bucket = bucket
-        self.start = start
-        self.nbytes = named.tensor.nbytes
-        self.copied_at_once = bucket.streams is not None or self.nbytes >= _LARGE_BYTES
-        self.view = _NOTHING
-        self.copied: tuple[Tensor, int] | None = None
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements, of the bucket's dtype."""
-        return self.shape.numel() * (2 if self.dtype.is_complex else 1)
-
-    def is_installed(self, gradient: Tensor | None) -> bool:
-        """Returns whether ``gradient`` is this slot's place in the buffer."""
-        view = self.view
-        if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
-            return False
-        return gradient.stride() == view.stride() and gradient.dtype == view.dtype
-
-    def install(self, parameter: Tensor) -> None:
-        """Makes this slot's place in the buffer the parameter's gradient."""
-        parameter.grad = self.view.detach()
 
 
 class _Waiting:
@@ -543,7 +546,7 @@ def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
 
 
 class Keys:
-    """Assigns keys. Towers that request keys in the same order get the same keys.
+    """Assigns keys of memory (:meth:`Communicator.allocate`): the same on towers that request them in one order.
 
     Args:
         channel: the owner of the memory. No other code allocates there.

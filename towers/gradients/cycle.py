@@ -39,7 +39,6 @@ from towers.system.tensors import gradient_dtype
 from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
 
 _MAX_PATTERNS = 64
-
 Pattern = tuple[int, ...]
 
 

@@ -54,6 +54,17 @@ from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Health, with_batch
 from towers.system.text import name_towers
 
+Read = Callable[[], Sequence[float]]
+"""Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""
+
+_TEXT_BYTES = 200
+_AHEAD = 2
+"""The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""
+
+WINDOW = 8
+"""The number of backwards between two gathers, as long as all towers have all gradients."""
+
+
 _WIDTH = 16  # bits of the number of the run, of the backward in it, and of the batch; first differences are small
 _MULTIPLIER = 40503  # keeps the batches of different loops apart (Knuth's, odd, near 2**16 times the golden section)
 
@@ -144,9 +155,6 @@ def different_backwards(numbers: Sequence[int], texts: Iterable[bytes]) -> Disag
 
 # -- which parameters had gradients -----------------------------------------------------------------------
 
-Read = Callable[[], Sequence[float]]
-"""Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""
-
 
 class Summary(NamedTuple):
     """The message in a backward's last bucket, in addition to the bucket's own flags.
@@ -204,15 +212,6 @@ class Counts:
         """Returns the last bucket's message: what any tower has touched, whether any continues, and the backward."""
         counts, at = self._read(), self._continues_at
         return [n > 0 for n in counts[self._touched_at : at]], counts[at] > 0, counts[at + 1 :]
-
-
-_TEXT_BYTES = 200
-
-_AHEAD = 2
-"""The number of backwards by which a host may be ahead of the slowest one (see [Note: usage flags between GPUs])."""
-
-WINDOW = 8
-"""The number of backwards between two gathers, as long as all towers have all gradients."""
 
 
 class Comparison:

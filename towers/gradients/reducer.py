@@ -1,7 +1,8 @@
 """The interface between a strategy and what keeps the gradients of its towers equal.
 
 :mod:`towers.gradients.averager` averages in buckets, ``LocalGradients`` of :mod:`mirrored.local.training` not at all.
-``tests/gradients/test_reducer_of_torch.py`` puts the reducer of torch's ``DistributedDataParallel`` behind it.
+``tests/gradients/test_reducer_of_torch.py`` puts the reducer of torch's ``DistributedDataParallel`` behind it. Virtual
+towers and sharded optimizer steps need :class:`towers.gradients.averager.GradientAverager` itself.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class GradientReducer(Protocol):
             TowersError: it ended in an exception.
             DisagreementError: on all towers, if it was not the same one.
         """
+
+    def digest_of_backwards(self) -> int:
+        """Returns a number that is the same on all towers if they were in the same backwards."""
 
     def break_off_backward(self, error: BaseException) -> None:
         """Reports the failure of the script's step to towers that wait for gradients of an open backward, if any."""

@@ -16,8 +16,8 @@ gradients unchanged and multiplies as it reads them (``ReduceOp.AVG``). Shared m
 cache.
 
 [Note: deferred barrier] The owner of a bucket may write to it again only after the towers that have reduced from it
-have reached the next barrier. That barrier is not called here but left to the next operation, which mostly is the
-barrier of the optimizer's step. If it is another operation, :meth:`ReduceScatter.complete` calls the barrier.
+have reached the next barrier. ``SharedChunks.finish`` does not call that barrier: the next operation does, which mostly
+is the optimizer's step. If it is another operation, :meth:`SharedChunks.complete` calls the barrier.
 
 [Note: trees need whole leaves] Virtual towers' gradients are summed when all of them are computed, not while the last
 one's backward runs, because a tree needs complete leaves. On CPUs, this loses no time. On GPUs, communication is not
@@ -52,6 +52,9 @@ from towers.gradients.sparse import add_sparse, average_rows, has_rows, rows_of_
 from towers.system import tree as trees
 from towers.system.tensors import gradient_dtype
 from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, foreach_add_
+
+_USES = "uses the averaged gradients, or keeps them until another backward starts"
+Leaf = Sequence[Tensor | None]
 
 
 class Reduction(ABC):
@@ -163,9 +166,6 @@ def make_ordinary(gradient: Tensor) -> None:
     if isinstance(gradient, LazyGradient):
         del gradient._gather
         gradient.__class__ = Tensor  # type: ignore[assignment]
-
-
-_USES = "uses the averaged gradients, or keeps them until another backward starts"
 
 
 class ReduceScatter(AllReduce):
@@ -326,8 +326,6 @@ class SharedChunks(ReduceScatter):
 
 # -- sums by a tree ---------------------------------------------------------------------------------------
 
-Leaf = Sequence[Tensor | None]
-
 
 class TreeSum(Reduction):
     """Sums over the towers, added in the order of a balanced tree (see [Note: trees need whole leaves])."""
@@ -406,10 +404,10 @@ def _sum(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor |
     return sums
 
 
-@torch.no_grad()
 # -- a script's own gradients -----------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def average(
     comm: Communicator,
     call: str,

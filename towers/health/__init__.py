@@ -26,7 +26,7 @@ the job receives SIGTERM or a similar      ``Attempt.forward`` sends the signal 
 signal                                     exit code 75: ``attempt._preempted``; otherwise the agent dies of the
                                            signal
 another worker fails                       ``FailureBroadcast.listen`` receives it → ``Attempt.wait`` returns →
-                                           ``Attempt.end``; the exit report prints the received failure, exit code 1
+                                           ``Attempt.end`` → ``attempt.ending_of``: the received failure, exit code 1
 the agent is gone                          ``failure.end_with_parent``, the parent watchdog, kills the tower
 a tower ends early with exit code 0        ``attempt._first_good_end``, after another tower has failed because of it
 all towers end well                        ``process_group.leave_at_exit``; workers wait for each other in

@@ -1,10 +1,10 @@
 """Finds values that are not the same on all towers, by fingerprints, and the towers that differ.
 
-The bits count, not the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A large tensor is first
-folded, as a matrix of words, into the sums of its columns and of its rows. One changed word changes one column; two
-swapped words change two columns or two rows. Only changes at the four corners of a rectangle can cancel. The result is
-mixed with its position, so that the order counts, and added up. Different words have equal fingerprints with a
-probability of about 2^-64.
+A fingerprint depends on the bits, not on the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A
+large tensor is first folded, as a matrix of words, into the sums of its columns and of its rows. One changed word
+changes one column; two swapped words change two columns or two rows. Only changes at the four corners of a rectangle
+can cancel. The result is mixed with its position, so that the order counts, and added up. Different words have equal
+fingerprints with a probability of about 2^-64.
 """
 
 from __future__ import annotations

@@ -61,6 +61,9 @@ from towers.system.host_copy import HostCopy, on_device
 from towers.system.tensors import ALONE, view_like
 from towers.system.torch_private import storage_holders
 
+_HOST = torch.device("cpu")
+_ASK_AGAIN = 64  # steps
+
 _IN_MEMORY, _OF_FILE = 0b110, 0b001  # of the three highest bits of a page's entry: present, swapped out; not private
 
 # PAGEMAP_SCAN and its argument, struct pm_scan_arg (Linux, Documentation/admin-guide/mm/pagemap.rst).
@@ -175,10 +178,6 @@ def allocate(host: Communicator, nbytes: int) -> SingleCopy:
             f"{next(filter(None, problems))}. Give the job more memory (in a container: more of its limit)"
         )
     return copy
-
-
-_HOST = torch.device("cpu")
-_ASK_AGAIN = 64  # steps
 
 
 class _OnHost(PeerGroup):

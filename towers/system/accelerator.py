@@ -1,5 +1,10 @@
 """Accelerators: the current device, names, identities and random states, and what CUDA and TPUs alone have.
 
+[Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
+("xpu"), or one that a package registers. Streams, events, pinned memory and the current device have one interface for
+all. Random states and names are read from the kind's own module (``torch.get_device_module``), which has the same
+functions for all kinds.
+
 [Note: a TPU has two numbers] A process of torch_tpu has one device, the one of its LOCAL_RANK, as ``tpu:0``. So a
 tower's device is ``tpu:i`` in options and messages, and ``tpu:0`` in its own process. The devices of all towers become
 one network when each process uses its own for the first time. This needs variables that are equal everywhere, so the
@@ -7,12 +12,7 @@ agent of each host lets torch_tpu set them before it starts towers.
 
 [Note: a TPU has one order] Work on a TPU has one order, on whichever streams it was submitted. Events make no stream
 wait, and memory is kept until it was used. So torch_tpu has no ``Tensor.record_stream``, and its callers leave out
-TPUs. (Both notes were read in torch_tpu 0.2.0, and are untested on TPUs.)
-
-[Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
-("xpu"), or one that a package registers. Streams, events, pinned memory and the current device have one interface for
-all. Random states and names are read from the kind's own module (``torch.get_device_module``), which has the same
-functions for all kinds.
+TPUs. (The notes on TPUs were read in torch_tpu 0.2.0, and are untested on TPUs.)
 """
 
 from __future__ import annotations

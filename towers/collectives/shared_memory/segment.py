@@ -22,6 +22,8 @@ from torch import Tensor
 from towers.collectives.communicator import PeerGroup, from_bytes
 from towers.collectives.shared_memory import semaphores
 
+_TOKEN = 16  # bytes
+
 ALIGNMENT = 64
 """Bytes; every part of a segment starts at a multiple of it."""
 
@@ -102,9 +104,6 @@ class Segment:
 def aligned(nbytes: int) -> int:
     """Returns ``nbytes`` rounded up to :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-_TOKEN = 16  # bytes
 
 
 def map_segments(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:

@@ -2,20 +2,19 @@
 
 The chief worker serves a store at its own address of the cluster. Every worker publishes the cluster's description that
 it was given, and all workers compare the descriptions. The same store then serves the agents and the towers, so one
-address is enough.
-With restarts, the chief starts each attempt, with all workers or some, and the others follow it.
+address is enough. With restarts, the chief starts each attempt, with all workers or some, and the others follow it.
 
 [Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves for all
 workers. Each other worker keeps writing to this store which attempt it waits for. With ``min_towers``, the chief takes
 the workers that have joined in time. The others request to join if more towers could train together with the waiting
 workers. Without ``min_towers``, the chief takes all workers, and the handshake waits for them.
 
-The chief detects a killed agent at once, and an unreachable host when it has not answered for as long as a collective
-may take. It then starts the next attempt. The others detect the same of the chief, and wait for the next attempt
-(:mod:`towers.launching.restarting.keepalive`). A scheduler may have started a new agent in place of one whose end the
-chief has not detected. The new agent finds that its worker already takes part in an attempt. It requests the next one,
-which ends the present attempt on all workers. If the chief's agent was killed, a new store listens at its address, and
-the others find its first attempt there.
+[Note: lost agents] The chief detects a killed agent at once, and an unreachable host when it has not answered for as
+long as a collective may take. It then starts the next attempt. The others detect the same of the chief, and wait for
+the next attempt (:mod:`towers.launching.restarting.keepalive`). A scheduler may have started a new agent in place of
+one whose end the chief has not detected. The new agent finds that its worker already takes part in an attempt. It
+requests the next one, which ends the present attempt on all workers. If the chief's agent was killed, a new store
+listens at its address, and the others find its first attempt there.
 
 [Note: jobs that are ending] A scheduler that restarts all workers starts some of them while the chief of the earlier
 job still serves its store. An agent that has taken part in no attempt, and has not seen the job before its end, waits
@@ -44,6 +43,11 @@ from towers.system.log import get_logger
 from towers.system.text import canonical_address, printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import FEWER_WORKERS
+
+_ATTEMPT, _KEEPALIVE, _PRESENT = "towers/attempt", "towers/keepalive", "towers/present"
+"""Keys: of the present attempt; of the port for keepalive connections; of workers that wait, with their index."""
+
+_READ_SECONDS = 10.0
 
 _PAUSE = 0.1
 
@@ -165,12 +169,6 @@ def compare_clusters(index: int, message: Message, other: int, reference: Messag
         starts, ends = (index, other) if message["restarts"] else (other, index)
         return f"worker {starts} was given restarts, worker {ends} none: start all workers with the same options"
     return None
-
-
-_ATTEMPT, _KEEPALIVE, _PRESENT = "towers/attempt", "towers/keepalive", "towers/present"
-"""Keys: of the present attempt; of the port for keepalive connections; of workers that wait, with their index."""
-
-_PAUSE, _READ_SECONDS = 0.1, 10.0
 
 
 def _waits(store: SignedStore, worker: int, after: int) -> str | None:

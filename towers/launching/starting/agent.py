@@ -9,8 +9,7 @@ redirect standard output only into files, and its time-out for missing workers n
 - the chief's output unchanged, and only prefixed warnings and errors of the other towers
   (:mod:`towers.launching.console`);
 - the root cause with its traceback, then a last line with the tower and the place of its failure. The failed
-  tower's exit code becomes the job's (on workers without a failed tower: only the last line, and exit code 1;
-  :mod:`towers.launching.supervising.attempt`);
+  tower's exit code becomes the job's (on workers without a failed tower: only the last line, and exit code 1);
 - workers that wait for each other until a deadline, and report which workers are missing
   (:mod:`towers.launching.restarting.meeting`);
 - on request, another start after a failure (:mod:`towers.launching.restarting.restarts`).
@@ -235,7 +234,7 @@ class Supervisor(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Signals that this process ignored from its start (nohup), and continues to ignore.
         ignored = {number for number in _FORWARDED | {signal.SIGQUIT} if signal.getsignal(number) == signal.SIG_IGN}
-        started: dict[int, int] = super()._start_workers(worker_group)
+        started: dict[int, int] = super()._start_workers(worker_group)  # fork_towers has replaced its Popen
         # The call above has installed torch's handlers for all of these, which end the towers at once.
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)

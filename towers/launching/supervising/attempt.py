@@ -45,6 +45,10 @@ from towers.system.text import name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
 
+_OTHER_WORKERS = 300.0  # seconds to wait for the other workers to end, after this one
+_OTHERS_TOGETHER = 15.0  # the same if this worker's towers were preempted
+log = get_logger("towers")
+
 LAST_WORDS = 1.5
 """Seconds between the signal that ends a tower and SIGKILL."""
 
@@ -334,12 +338,6 @@ def unhandled(*numbers: int) -> list[int]:
     handlers = {each: signal.getsignal(each) for each in numbers}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     return [each for each, handler in handlers.items() if handler in defaults or _is_of_attempt(handler)]
-
-
-_OTHER_WORKERS = 300.0  # seconds to wait for the other workers to end, after this one
-_OTHERS_TOGETHER = 15.0  # the same if this worker's towers were preempted
-
-log = get_logger("towers")
 
 
 def ending_of(job: Job, attempt: Attempt) -> Ending:
