@@ -375,18 +375,17 @@ def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions
     """Returns the causes that were examined and excluded."""
     one, many = comparison.one.steps[at], comparison.many[0].steps[at]
     factors = dict.fromkeys(each.loss.value for each in tried if each.loss is not LossFactor.NONE)
-    statistics = any(each.global_statistics for each in tried)
     checks = {
         "the examples are the same": facts.data_compared(comparison, at),
         "the towers' parameters are equal to each other": True,
         "the optimizer's settings are equal": one.settings == many.settings,
         **{f"multiplying each tower's loss by {factor} does not help": True for factor in factors},
-        "padding the shares as the batch is does not help": any(each.padding for each in tried),
-        "excluding the changes to gradients before they are averaged does not help": any(
-            each.skip_local_changes for each in tried
-        ),
-        "global batch norm statistics do not help": statistics,
-        "no batch norm takes local statistics": not statistics and not many.batch_norms,
+        **{
+            suspect.ruled_out: any(getattr(each, field) for each in tried)
+            for field, suspect in proofs.SUSPECTS.items()
+            if suspect.ruled_out
+        },
+        "no batch norm takes local statistics": not many.batch_norms,
         "rounding makes less of a further run on one tower": comparison.perturbed is not None,
     }
     return [text for text, holds in checks.items() if holds]

@@ -7,7 +7,8 @@ both give gradients of 1/N.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mirrored.verification.causes import Cause, Explanation, at_line, first_names, listed, plural
 from mirrored.verification.compare import (
@@ -45,44 +46,40 @@ def proven(
         difference: its first difference.
         after: the comparison with the interventions ``now``.
     """
-    many, at = comparison.many, difference.step
-    steps = len(comparison.one.steps)
+    at, steps = difference.step, len(comparison.one.steps)
     outcome = f"all {steps} steps are equal" if after.first is None else f"step {at + 1} is equal"
-    causes = []
-    if now.global_statistics and not before.global_statistics:
-        causes.append(
-            Explanation(
-                Cause.BATCH_NORM,
-                f"batch norm ({first_names(many[0].steps[at].batch_norms)}) takes the statistics of each tower's own "
-                f"examples, not those of the global batch, from step {at + 1} on",
-                f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
-                where=mentions_of(comparison.one, SCOPE),
-            )
-        )
-    if now.whole_batch and not before.whole_batch:
-        causes.append(_over_examples(many[0], outcome))
-    if now.padding and not before.padding and (lengths := padded_lengths(comparison, at)) is not None:
-        causes.append(
-            Explanation(
-                Cause.PADDING,
-                f"padding counts: in step {at + 1}{_backward_of(many[0], at)} one tower pads the batch to {lengths[0]} "
-                "entries, and "
-                f"{len(many)} towers pad their shares to {listed(lengths[1])}, and the result depends on the "
-                "padding: the model reads it, or a mean divides by it",
-                f"a further run in which every share was padded as one tower's batch is: {outcome}",
-            )
-        )
-    if now.skip_local_changes and not before.skip_local_changes:
-        causes.append(_local_change(many, at, outcome))
-    if now.loss is not before.loss:
-        causes.append(_loss(comparison, at, now, outcome))
-    if now.settings and not before.settings:
-        causes.append(_setting(comparison, at, outcome))
-    return causes
+    return [
+        suspect.explain(comparison, at, now, outcome)
+        for field, suspect in SUSPECTS.items()
+        if getattr(now, field) != getattr(before, field)
+    ]
 
 
-def _over_examples(many: Trace, outcome: str) -> Explanation:
-    places = [(function, line) for line, function in many.over_examples if function is not None]
+def _batch_norm(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
+    layers = first_names(comparison.many[0].steps[at].batch_norms)
+    return Explanation(
+        Cause.BATCH_NORM,
+        f"batch norm ({layers}) takes the statistics of each tower's own examples, not those of the global batch, from "
+        f"step {at + 1} on",
+        f"a further run, with batch norms that took the statistics of all towers' examples: {outcome}",
+        where=mentions_of(comparison.one, SCOPE),
+    )
+
+
+def _padding(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
+    many, lengths = comparison.many, padded_lengths(comparison, at)
+    assert lengths is not None  # otherwise, such a run is not made
+    return Explanation(
+        Cause.PADDING,
+        f"padding counts: in step {at + 1}{_backward_of(many[0], at)} one tower pads the batch to {lengths[0]} "
+        f"entries, and {len(many)} towers pad their shares to {listed(lengths[1])}, and the result depends on the "
+        "padding: the model reads it, or a mean divides by it",
+        f"a further run in which every share was padded as one tower's batch is: {outcome}",
+    )
+
+
+def _over_examples(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
+    places = [(function, line) for line, function in comparison.many[0].over_examples if function is not None]
     places.sort(key=lambda place: place[0] in ("sum", "mean"))  # a loss ends with these
     names = first_names([f"{function}{at_line(line)}" for function, line in places])
     one_of = "one of " if len(places) > 1 else ""
@@ -107,7 +104,8 @@ def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] 
     return None
 
 
-def _local_change(many: Sequence[Trace], at: int, outcome: str) -> Explanation:
+def _local_change(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
+    many = comparison.many
     changes = many[0].happened(Happened.CHANGE)
     change = [change for change in changes if change.steps <= at and not change.averaged][-1]
     if change.what == "register_hook":
@@ -239,7 +237,7 @@ def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
     return False
 
 
-def _setting(comparison: RunComparison, at: int, outcome: str) -> Explanation:
+def _setting(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
     one, many, towers = comparison.one.steps[at], comparison.many[0].steps[at], len(comparison.many)
     lines = mentions_of(comparison.one)
     name, _, (alone, together) = next(differing_settings([one, many], comparison.tolerance))
@@ -263,6 +261,32 @@ def _setting(comparison: RunComparison, at: int, outcome: str) -> Explanation:
         shown,
         where=lines,
     )
+
+
+class Suspect(NamedTuple):
+    """A cause that a further run can prove.
+
+    Attributes:
+        explain: explains it, once the run has helped. Its arguments are the comparison without the change, the step of
+            the first difference, the changes of the run, and its outcome.
+        ruled_out: the words of the report if the run has not helped.
+    """
+
+    explain: Callable[[RunComparison, int, Interventions, str], Explanation]
+    ruled_out: str = ""
+
+
+SUSPECTS = {
+    "global_statistics": Suspect(_batch_norm, "global batch norm statistics do not help"),
+    "whole_batch": Suspect(_over_examples),
+    "padding": Suspect(_padding, "padding the shares as the batch is does not help"),
+    "skip_local_changes": Suspect(
+        _local_change, "excluding the changes to gradients before they are averaged does not help"
+    ),
+    "loss": Suspect(_loss),
+    "settings": Suspect(_setting),
+}
+"""By the attribute of :class:`Interventions` that the run changes."""
 
 
 # -- what reduce and gather return -----------------------------------------------------------------------
