@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from mirrored.cluster.resolver import ClusterError, ClusterResolver, Numbers
 from towers.topology import JOB_TOKEN, RUN_ID, STARTED_BY, Topology
 
+_FIRST_PORT = 12000
+_PORTS = 16000
+_ON_NODE = "the number of tasks on this node"
+
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,11 +84,6 @@ class TorchrunClusterResolver(ClusterResolver):
 def torchrun_is_present(environ: Mapping[str, str]) -> bool:
     """Returns whether torchrun, or another launcher with its variables, has set RANK or WORLD_SIZE."""
     return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))
-
-
-_FIRST_PORT = 12000
-_PORTS = 16000
-_ON_NODE = "the number of tasks on this node"
 
 
 class SlurmClusterResolver(ClusterResolver):

@@ -340,13 +340,13 @@ def _unexplained(comparison: RunComparison, tried: Sequence[Interventions]) -> E
         return random
     if comparison.changed_after_averaging(difference):
         return facts.changed_after_averaging(comparison, at, what)
-    if (constant := facts.without_gradient(many, difference, what)) is not None:
+    if (constant := facts.without_gradient(comparison, difference, what)) is not None:
         return constant
     if (pairs := facts.pairs_of_examples(one, many[0], what)) is not None:
         return pairs
     loss = proofs.first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
-    if gathers := [gather for gather in many[0].happened(Happened.GATHER) if gather.steps <= at]:
+    if gathers := [*many[0].happened(Happened.GATHER), *many[0].happened(Happened.GATHER_OF_CONSTANTS)]:
         made += (
             f" {gathers[0].what}{at_line(gathers[0].line)} gathers the examples of all towers: each tower's own begin "
             "after those of the towers before it."

@@ -281,17 +281,19 @@ def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
     return None
 
 
-def without_gradient(many: Sequence[Trace], difference: RunDifference, what: str) -> Explanation | None:
-    """Explains that examples are gathered for the loss in a way that lets no gradients through."""
-    gathers = many[0].happened(Happened.GATHER)
-    gathers = [gather for gather in gathers if gather.steps <= difference.step and not gather.averaged]
-    if difference.kind != "gradient" or not gathers:
+def without_gradient(comparison: RunComparison, difference: RunDifference, what: str) -> Explanation | None:
+    """Explains that gradients differ and losses do not, because all examples are gathered without their gradients.
+
+    A script that also gathers values with a gradient is not explained: it may gather constants (targets) on purpose.
+    """
+    many, row = comparison.many[0], comparison.rows[difference.step]
+    constants = [call for call in many.happened(Happened.GATHER_OF_CONSTANTS) if call.steps <= difference.step]
+    if difference.kind != "gradient" or None in row.loss or not constants or many.happened(Happened.GATHER):
         return None
     return Explanation(
         Cause.GATHERED_WITHOUT_GRADIENT,
-        f"{what}, but the losses are equal. {gathers[0].what}{at_line(gathers[0].line)} is given values without a "
-        "gradient, so that each tower's loss is a constant of the other towers' examples, and their part of the "
-        "gradient is missing",
+        f"{what}, but the losses are equal. {constants[0].what}{at_line(constants[0].line)} is given values without a "
+        "gradient, so the gradient that other towers' losses have for this tower's examples is missing",
         "a comparison of the losses and the gradients",
     )
 

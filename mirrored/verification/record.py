@@ -236,13 +236,14 @@ class TraceRecorder(StepLimit):
         return recorded
 
     def _noted(self, all_gather: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the method that gathers examples in ``run``, which records where, and whether with a gradient."""
+        """Returns a method that gathers examples in ``run``, and records its calls."""
 
         def recorded(replica: ReplicaContext, value: Any, *args: Any, **kwargs: Any) -> Any:
             floating = [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
             if floating and torch.is_grad_enabled() and not is_called_by_us():
-                differentiable, steps = any(tensor.requires_grad for tensor in floating), len(self.trace.steps)
-                self.trace.events.append(Event(Happened.GATHER, "all_gather", script_line(), steps, differentiable))
+                constant = not any(tensor.requires_grad for tensor in floating)
+                kind = Happened.GATHER_OF_CONSTANTS if constant else Happened.GATHER
+                self.trace.events.append(Event(kind, "all_gather", script_line(), len(self.trace.steps)))
             return all_gather(replica, value, *args, **kwargs)
 
         return recorded

@@ -254,6 +254,7 @@ class Happened(enum.Enum):
     DRAW = "random numbers that the script draws outside of run, after the first batch was loaded: the function"
     DRAW_ABOVE = "random numbers that are drawn above the strategy, in a run that looks for them"
     GATHER = "a call of the replica context that gathers examples in training: the method"
+    GATHER_OF_CONSTANTS = "the same with values that have no gradient: the method"
     SERVERS = "the creation of a strategy whose numbers are not those of one device, which ended the script: its class"
 
 
@@ -265,7 +266,7 @@ class Event:
         kind, what: see :class:`Happened`.
         line: the script's line.
         steps: the number of optimizer steps before.
-        averaged: of a changed gradient, whether it was averaged before; of gathered values, whether they have one.
+        averaged: of a changed gradient, whether it was averaged before.
     """
 
     kind: Happened

@@ -210,6 +210,7 @@ class Modules:
                         continue
                     if not (local and key in _STATISTICS):
                         full = ".".join(filter(None, (name, path, key)))
+                        # A later change in place has another line, see :meth:`written`.
                         if (line := self._assigned.get(module, {}).pop(key, None)) is not None:
                             self.lines[full] = line
                         yield full, buffer

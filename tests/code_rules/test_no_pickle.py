@@ -4,7 +4,7 @@ There are four exceptions. The contract of ``towers/launching/starting/launch.py
 and its results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
 cloudpickle. ``mirrored/parameter_server/references.py`` sends functions to the job's own actors, by Ray's channels.
 ``towers/launching/starting/fork_server.py`` runs the user's own program, as Python does. ``mirrored/__init__.py``
-imports modules when their names are first used, from a table that stands in it.
+imports modules when their names are first used, from its own table.
 """
 
 from __future__ import annotations

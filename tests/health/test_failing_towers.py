@@ -99,7 +99,7 @@ def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
     assert "ValueError: boom" in result.stderr[result.stderr.index("Root Cause") :]
 
 
-def test_who_waits_for_a_killed_tower_of_a_launcher_that_does_not_care_says_so() -> None:
+def test_a_killed_tower_is_reported_by_the_others_if_its_launcher_leaves_them_alone() -> None:
     """Some launchers leave the other towers alone, such as ``srun`` without ``--kill-on-bad-exit``."""
     port = str(free_port())
     programs = [

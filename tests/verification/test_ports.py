@@ -25,6 +25,7 @@ TRIED = {
     "a second batch": ("fixmatch", "confidence.mean()"),
     "one draw for a batch": ("diffusion", "(1,)).expand(len(x))"),
     "a learnable factor": ("multi_task", "scaled(mirrored.compute_average_loss(estimated)"),
+    "a gather without gradients": ("simclr", "first.detach()"),
     "a schedule by the chief": ("fixmatch", "if strategy.is_chief:"),
 }
 
