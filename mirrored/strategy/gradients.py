@@ -236,7 +236,7 @@ class Gradients(CheckedCalls):
             )
         health = self.communicator.health
         health.train()
-        call = with_batch(call, health.batches.value)
+        call = with_batch(call, health.place.batch)
         from towers.gradients.reductions import average
 
         return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)

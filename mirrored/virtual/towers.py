@@ -325,7 +325,7 @@ class VirtualTowers:
         reports = [own]
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
-            call = with_batch(call, self._comm.health.batches.value)
+            call = with_batch(call, self._comm.health.place.batch)
             reports = [_Report(**details) for details in announce(self._comm, call, dataclasses.asdict(own))]
         if len({report.layout for report in reports}) > 1:
             for report, names in zip(reports, self._comm.all_gather_json(buffers.names), strict=True):

@@ -183,7 +183,7 @@ def average_after_loops_side_by_side(strategy: mirrored.Strategy) -> tuple[float
     for _ in zip(first, second, strict=False):
         pass
     loss = strategy.run(lambda: mirrored.compute_average_loss(torch.ones(2)))
-    return float(loss), strategy.health.batches.value
+    return float(loss), strategy.health.place.batch
 
 
 def test_no_batch_is_in_hand_after_loops_side_by_side() -> None:

@@ -264,13 +264,13 @@ def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path
 
 def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
     health = Health(StatusRecord())
-    backward = BackwardCounter(health)
+    backward = BackwardCounter()
     said = []
     for evaluates in (False, True, False):
         health.begin_run(evaluates)
         if not evaluates:
             health.train()
-            backward.begin()
+            backward.begin(health.place)
             said.append(str(backward))
         health.end_run()
     assert said == ["backward() number 1 of step 1", "backward() number 1 of step 2, in call 3 of strategy.run,"]

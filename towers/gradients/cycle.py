@@ -120,7 +120,7 @@ class Cycle:
         self._reduction = reduction
         self._watch = watch
         self._calls = calls
-        self.backward = BackwardCounter(channel.health)
+        self.backward = BackwardCounter()
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
         self._may_start_early = False  # in the first cycle, and for good if that one contained a reentrant backward
@@ -190,7 +190,7 @@ class Cycle:
             self._comparison.begin()
             self._starts_early &= self._comparison.lets_buckets_start_early()
         self._channel.health.train()
-        self.backward.begin(self._calls.take())
+        self.backward.begin(self._channel.health.place, self._calls.take())
         self.number += 1
         self._enter(State.COLLECTING)
         self._task = current_graph_task_id()

@@ -51,7 +51,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, from_bytes
 from towers.errors import DECIDE_TOGETHER, DisagreementError
-from towers.health.status import Health, with_batch
+from towers.health.status import Place, with_batch
 from towers.system.text import name_towers
 
 Read = Callable[[], Sequence[float]]
@@ -82,40 +82,33 @@ BITS = 6 * _WIDTH
 class BackwardCounter:
     """Counts the backwards of one tower.
 
-    Args:
-        health: contains this tower's present run.
-
     Attributes:
         digest: a number that depends on all backwards so far and the calls before them, without batches.
     """
 
-    def __init__(self, health: Health) -> None:
-        self._health = health
-        self._run = health.run
-        self._step = health.step
-        self._number = 0
-        self._batch = health.batches.value
+    def __init__(self) -> None:
+        self._place = Place(0, 0, None)
+        self._number = 0  # in its run
         self._calls: Sequence[str] = ()
         self.digest = 0
 
-    def begin(self, calls: Sequence[str] = ()) -> None:
+    def begin(self, place: Place, calls: Sequence[str] = ()) -> None:
         """Counts a backward that starts.
 
         Args:
+            place: where it starts.
             calls: this tower's calls since the last one (:class:`towers.collectives.agreement.RepeatedCalls`).
         """
         self._calls = calls
-        if self._run != self._health.run:
-            self._run, self._number = self._health.run, 0
-        self._step, self._batch = self._health.step, self._health.batches.value
-        self._number += 1
-        self.digest = zlib.crc32(b"%d %d %s" % (self._run, self._number, "\n".join(calls).encode()), self.digest)
+        self._number = self._number + 1 if place.run == self._place.run else 1
+        self._place = place
+        self.digest = zlib.crc32(b"%d %d %s" % (place.run, self._number, "\n".join(calls).encode()), self.digest)
 
     def bits(self) -> list[bool]:
         """Returns the present backward as :data:`BITS` bits. Without a batch, its bits and their opposites are 0."""
-        numbers = [self._run, self._number]
-        if self._batch is not None:
-            numbers.append(self._batch.loop * _MULTIPLIER + self._batch.step)
+        numbers = [self._place.run, self._number]
+        if (batch := self._place.batch) is not None:
+            numbers.append(batch.loop * _MULTIPLIER + batch.step)
         bits = [bit for number in numbers for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]]
         return bits + [False] * (BITS - len(bits))
 
@@ -124,8 +117,9 @@ class BackwardCounter:
         return [bit for half in (0, 8) for bit in _OF_BYTE[self.digest >> half & 255]]
 
     def __str__(self) -> str:
-        run = f", in call {self._run} of strategy.run," if self._run != self._step else ""
-        text = with_batch(f"backward() number {self._number} of step {self._step}{run}", self._batch)
+        number, step, batch = self._place
+        run = f", in call {number} of strategy.run," if number != step else ""
+        text = with_batch(f"backward() number {self._number} of step {step}{run}", batch)
         return f"{text}, before which the tower {', '.join(self._calls)}" if self._calls else text
 
 

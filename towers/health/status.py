@@ -156,6 +156,20 @@ def with_batch(call: str, batch: BatchInHand | None) -> str:
     return call if batch is None else f"{call} with {batch}"
 
 
+class Place(NamedTuple):
+    """A tower's place in the script. Towers that are in step are at equal ones.
+
+    Attributes:
+        run: the number of runs that have started.
+        step: the running training step, or the last one if none runs.
+        batch: the newest global batch; None: not in a loop over distributed data.
+    """
+
+    run: int
+    step: int
+    batch: BatchInHand | None
+
+
 class Counted(Protocol):
     """A communicator, which counts the collectives that this tower has started.
 
@@ -172,7 +186,7 @@ class Health:
     """This tower's activity, and its view of the others.
 
     Attributes:
-        run: the number of runs (calls of ``strategy.run``) that have started. Towers match their backward passes by it.
+        run: the number of runs (calls of ``strategy.run``) that have started.
         step: the running training step, or the last one if none runs. Users see this number, also in checkpoints. A run
             is a training step if it has a backward or an optimizer's step.
         evaluates: whether the present run, or the last one if none runs, is not a training step, as far as is known.
@@ -184,7 +198,8 @@ class Health:
         record: the record of the status. If it is a file, other processes read it.
         heartbeat: the other towers, or None if there are none.
         exit_code: the code with which this tower is about to end, without a failure.
-        waits: the collective that this tower waits in. None: it does not wait.
+        waits: the collective that this tower waits in. None: it does not wait. Collectives have one order, so never do
+            two threads wait in one.
         deadlock: why a wait will never end, once that is known.
         calls: the newest numbered calls (:meth:`number`), each with its number.
         followers: are called with each phase that the tower enters.
@@ -296,6 +311,11 @@ class Health:
         """
         if self.deadlock is not None:
             raise DeadlockError(self.deadlock)
+
+    @property
+    def place(self) -> Place:
+        """The tower's place in the script."""
+        return Place(self.run, self.step, self.batches.value)
 
     @property
     def status(self) -> Status:
