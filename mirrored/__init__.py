@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mirrored.cluster.resolver import ClusterResolver as ClusterResolver
     from mirrored.cluster.resolver import LocalClusterResolver as LocalClusterResolver
     from mirrored.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+    from mirrored.context import ReduceOp as ReduceOp
     from mirrored.context import ReplicaContext as ReplicaContext
     from mirrored.context import get_replica_context as get_replica_context
     from mirrored.context import has_strategy as has_strategy
@@ -32,14 +33,13 @@ if TYPE_CHECKING:
     from mirrored.data.dataset import DistributedDataset as DistributedDataset
     from mirrored.data.distribute import InputContext as InputContext
     from mirrored.data.distribute import ValueContext as ValueContext
-    from mirrored.empty_shares.stand_in import drop_stand_in as drop_stand_in
+    from mirrored.empty_shares import drop_stand_in as drop_stand_in
     from mirrored.evaluation.evaluator import train_and_evaluate as train_and_evaluate
-    from mirrored.local.options import DiLoCo as DiLoCo
-    from mirrored.local.options import LocalSGD as LocalSGD
+    from mirrored.local import DiLoCo as DiLoCo
+    from mirrored.local import LocalSGD as LocalSGD
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
     from mirrored.monitor.monitor import Monitor as Monitor
-    from mirrored.operations import ReduceOp as ReduceOp
     from mirrored.parameter_server.coordinator import ClusterCoordinator as ClusterCoordinator
     from mirrored.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mirrored.strategy.base import Strategy as Strategy
@@ -73,15 +73,14 @@ _NAMES = {
     "mirrored.cluster.resolver": "ClusterError ClusterResolver LocalClusterResolver",
     "mirrored.cluster.launchers": "SlurmClusterResolver TorchrunClusterResolver TPUClusterResolver",
     "mirrored.cluster.tf_config": "TFConfigClusterResolver",
-    "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
+    "mirrored.context": "ReduceOp ReplicaContext get_replica_context has_strategy in_cross_replica_context",
     "mirrored.data.dataset": "DistributedDataset",
     "mirrored.data.distribute": "InputContext ValueContext",
     "mirrored.evaluation.evaluator": "train_and_evaluate",
-    "mirrored.local.options": "DiLoCo LocalSGD",
+    "mirrored.local": "DiLoCo LocalSGD",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
     "mirrored.monitor.monitor": "Monitor",
-    "mirrored.operations": "ReduceOp",
-    "mirrored.empty_shares.stand_in": "drop_stand_in",
+    "mirrored.empty_shares": "drop_stand_in",
     "mirrored.strategy.base": "Strategy",
     "mirrored.strategy.kinds": (
         "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy TPUStrategy get_strategy"

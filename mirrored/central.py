@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mirrored.strategy.base import Strategy
+from mirrored.strategy.engine import TrainingOptions
 from mirrored.strategy.kinds import MirroredStrategy
-from mirrored.strategy.options import TrainingOptions
 from towers.options import instead_of
 from towers.system import devices
 from towers.system import tree as trees

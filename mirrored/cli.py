@@ -174,7 +174,7 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _inspect(path: str) -> int:
     from mirrored.checkpoint.errors import CheckpointError
-    from mirrored.checkpoint.table import inspect
+    from mirrored.checkpoint.reading import inspect
 
     try:
         print(inspect(path), flush=True)

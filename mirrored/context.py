@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,45 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mirrored.events import Events
-from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import KnownShares
 from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
+from towers.collectives.values import OPERATIONS
 from towers.gradients.reducer import GradientReducer
 from towers.options import instead_of
 from towers.topology import Topology
 
+_ALIASES = {"avg": "mean", "product": "prod"}
 _T = TypeVar("_T")
+
+
+class ReduceOp(enum.Enum):
+    """The operations that combine the values of several towers."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+def operation_name(op: object) -> str:
+    """Returns the name of an operation given as a string in any case, as :class:`ReduceOp`, or as torch's or TF's own.
+
+    Raises:
+        ValueError: there is no such operation.
+        TypeError: the argument is not an operation.
+    """
+    if not isinstance(getattr(op, "name", op), str):
+        raise TypeError(
+            f'the operation is a {type(op).__name__}, but must be a string and the first argument: reduce("sum", value)'
+        )
+    name = str(getattr(op, "name", op)).lower()
+    name = _ALIASES.get(name, name)
+    if name not in OPERATIONS:
+        raise ValueError(f"unknown operation {op!r}; use one of {', '.join(OPERATIONS)}")
+    return name
 
 
 class ActiveEngine(Protocol):

@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from mirrored.context import current_replica
+from mirrored.context import current_replica, operation_name
 from mirrored.data.dataset import DistributedDataset
-from mirrored.operations import operation_name
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from mirrored.verification.loss_graph import terms_of

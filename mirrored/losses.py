@@ -34,9 +34,9 @@ from torch.autograd.function import BackwardCFunction
 from mirrored.context import ReplicaContext, require_replica_context
 from mirrored.uses_of_losses import check_use
 from towers.collectives.agreement import announce
-from towers.mirroring.equality import fingerprints
+from towers.mirroring import fingerprints
 from towers.system import tree as trees
-from towers.system.host_copy import on_device
+from towers.system.tensors import on_device
 
 
 def compute_average_loss(
@@ -196,7 +196,7 @@ def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, 
     """
     known, stand_in = replica.strategy.known_shares, False
     if known.has_stand_in or (not counted and any(share.may_stand_in for share in known.at_hand(replica.arguments))):
-        from mirrored.empty_shares.stand_in import loss_is_of_stand_in
+        from mirrored.empty_shares import loss_is_of_stand_in
 
         stand_in = loss_is_of_stand_in(entries, values, counted, replica, batch)
     count = global_count(0 if stand_in else entries, replica, batch=batch) if counted else 0

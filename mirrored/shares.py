@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mirrored.events import Events
 from towers.collectives.communicator import Communicator
+from towers.health.status import Newest
 from towers.system import tree as trees
-from towers.system.newest import Newest
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ MECHANISMS = [
     Mechanism(
         "process of a peer",
         "a tower is killed, and its launcher leaves the others alone (srun)",
-        "towers/collectives/shared_memory/peer_processes.py",
+        "towers/collectives/shared_memory/barrier.py",
         "        ended = {self._watched[descriptor]",
         "        return []\n        ended = {self._watched[descriptor]",
         "tests/health/test_failing_towers.py::"

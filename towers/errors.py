@@ -67,7 +67,7 @@ def collective_timeout(
 
     Args:
         awaited: the name of the towers that it waits for.
-        status: the tower's position, from a :class:`towers.health.peers.Status`.
+        status: the tower's position, from a :class:`towers.health.status.Status`.
         peers: the positions of the other towers, as part of a sentence.
         stacks: the stacks of the other towers.
     """

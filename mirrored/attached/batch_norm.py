@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirrored.context import current_replica, current_strategy
-from mirrored.empty_shares.stand_in import is_stand_in
+from mirrored.empty_shares import is_stand_in
 from towers import batch_norm
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator

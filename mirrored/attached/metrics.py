@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from mirrored.context import current_strategy
-from mirrored.empty_shares.stand_in import is_stand_in
+from mirrored.empty_shares import is_stand_in
 from towers.collectives import values
 from towers.collectives.agreement import Announcement, announce, announce_with_body
 from towers.collectives.communicator import Communicator, as_bytes

@@ -39,7 +39,7 @@ from towers.gradients.flags import ADVICE
 from towers.health import failure
 from towers.health.status import Health
 from towers.joining.store import LARGEST, Message
-from towers.mirroring.equality import (
+from towers.mirroring import (
     Comparison,
     Difference,
     Held,
@@ -49,11 +49,9 @@ from towers.mirroring.equality import (
     start_comparison,
     who_differs,
 )
-from towers.system.host_copy import HostCopy
-from towers.system.log import get_logger
+from towers.system.messages import get_logger, name_towers
 from towers.system.profiling import range_
-from towers.system.tensors import Named, extremes, what_is_not_finite
-from towers.system.text import name_towers
+from towers.system.tensors import HostCopy, Named, extremes, what_is_not_finite
 from towers.topology import STARTED_BY
 
 _LAST_MESSAGE = "held"

@@ -7,6 +7,6 @@
 
 from mirrored.checkpoint.errors import CheckpointError, Preempted
 from mirrored.checkpoint.manager import CheckpointManager
-from mirrored.checkpoint.weights import LoadReport, load_weights, save_weights
+from mirrored.checkpoint.reading import LoadReport, load_weights, save_weights
 
 __all__ = ["CheckpointError", "CheckpointManager", "LoadReport", "Preempted", "load_weights", "save_weights"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.health.failure import EXIT_PREEMPTED
-from towers.system.text import printable
+from towers.system.messages import printable
 
 _LONGEST = 4000  # characters of a problem, which may quote an untrusted checkpoint
 

@@ -56,7 +56,7 @@ from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock
 
 log = get_logger("mirrored")

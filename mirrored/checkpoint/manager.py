@@ -32,7 +32,7 @@ from towers.collectives.agreement import StepRequests, agree, announce
 from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, signal_name
 from towers.launching.console import leave_terminal
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import clock
 
 log = get_logger("mirrored")

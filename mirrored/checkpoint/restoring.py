@@ -21,7 +21,7 @@ from mirrored.checkpoint.tracked import Rollback, Tracked, TrackedModule, Tracke
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 
 log = get_logger("mirrored")
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mirrored.checkpoint.codec import DTYPES, MISFITS, Malformed
 from towers.collectives.communicator import as_bytes
-from towers.system.host_copy import CopyFromDevices
-from towers.system.tensors import is_dense
+from towers.system.tensors import CopyFromDevices, is_dense
 
 _FORMAT = {
     torch.float64: "F64",

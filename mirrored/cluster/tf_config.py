@@ -27,8 +27,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
-from towers.system.log import get_logger
-from towers.system.text import canonical_address
+from towers.system.messages import canonical_address, get_logger
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _OTHER_KEYS = {"rpc_layer", "environment", "job", "service", "session_master", "eval_session_master", "model_dir"}

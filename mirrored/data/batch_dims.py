@@ -29,7 +29,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirrored.empty_shares.empty_batch import narrow
+from mirrored.empty_shares import narrow
 from towers.system import tree as trees
 
 Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]

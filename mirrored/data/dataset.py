@@ -30,9 +30,9 @@ from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING, BatchInHand
 from towers.system import tree as trees
-from towers.system.host_copy import pinned
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.profiling import range_
+from towers.system.tensors import pinned
 
 log = get_logger("mirrored")
 

@@ -15,7 +15,7 @@ from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import Slices, as_slices, refuse_columns
 from mirrored.data.order import Order, is_plain, is_ready_made
 from mirrored.shares import Distribution
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 
 if TYPE_CHECKING:
     from mirrored.data.batch_dims import Dims

@@ -217,7 +217,7 @@ class PartCollate:
 
     def _collated(self, examples: list[Any], share: Share, seeds_of: Callable[[int], int]) -> Any:
         if examples and not share.entries:
-            from mirrored.empty_shares.empty_batch import empty_batch
+            from mirrored.empty_shares import empty_batch
 
             with _own_randomness():
                 return empty_batch(lambda some: self._seeded(some, seeds_of(0)), examples[0], self._cut.tower)

@@ -13,7 +13,7 @@ from mirrored.doctor import network
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
 from towers.errors import CannotStartError
 from towers.system.machine import loopback_interface
-from towers.system.text import split_address
+from towers.system.messages import split_address
 
 _LAUNCHER, _TF_CONFIG = "launcher", "TF_CONFIG"
 _LEFT_OVER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -39,9 +39,9 @@ from mirrored.checkpoint.errors import CheckpointError, TrainingStopped
 from mirrored.checkpoint.folder import ENDED, FOLDER_MODE, STOP, Disk, Folder, FolderLock, take_lock
 from mirrored.checkpoint.manager import CheckpointManager
 from mirrored.checkpoint.manifest import LATEST, TENSORS, check_name, is_step, name_of
+from mirrored.checkpoint.reading import save_weights
 from mirrored.checkpoint.restoring import Restorer
 from mirrored.checkpoint.tracked import track
-from mirrored.checkpoint.weights import save_weights
 from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.context import refuse_inside_run
@@ -50,8 +50,8 @@ from mirrored.evaluation.watching import checkpoints_iterator
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import agree, announce
-from towers.mirroring import mirror
-from towers.system.log import get_logger
+from towers.mirroring import broadcast
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline
 
 log = get_logger("mirrored")
@@ -336,7 +336,7 @@ class Evaluator:
                 stack.callback(one.rollback())
             self._restorer.load(stored)
             if self.strategy.num_replicas_in_sync > 1:
-                mirror.broadcast(self.strategy.communicator, list(self._tensors()))
+                broadcast(self.strategy.communicator, list(self._tensors()))
             return self._evaluate_loaded(path, row)
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import ENDED, Disk, Folder, link_files
 from mirrored.checkpoint.manifest import name_of
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock
 
 log = get_logger("mirrored")

@@ -23,7 +23,7 @@ even if shares have different sizes. Only sums, and means over entries that are 
 weights), must be changed (:mod:`mirrored.keras.losses`).
 
 [Note: Keras is patched] Keras' torch trainer has no support for strategies. Each replaced function
-(:func:`mirrored.keras.patching.around`) calls the original, and does nothing more for models without a strategy. The
+(``around``) calls the original, and does nothing more for models without a strategy. The
 tested versions are given below; others are refused. Keras 3.16 wraps models in ``DistributedDataParallel`` if a process
 group exists.
 """
@@ -76,18 +76,15 @@ def _check_keras() -> None:
 _check_keras()
 
 from mirrored.keras import (  # noqa: E402, F401  (they patch)
-    batch_norm,
+    layers,
     losses,
     metrics,
-    optimizers,
-    randomness,
-    saving,
     trainer,
 )
 from mirrored.keras.callbacks import Monitor, TensorBoard  # noqa: E402
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
-from mirrored.strategy.engine import untraced  # noqa: E402
+from mirrored.strategy.uncompiled import untraced  # noqa: E402
 
-untraced.traced |= {f"{__name__}.{module}" for module in ("batch_norm", "losses", "metrics", "patching", "steps")}
+untraced.traced |= {f"{__name__}.{module}" for module in ("keras_private", "layers", "losses", "metrics", "steps")}
 
 __all__ = ["Checkpoints", "Monitor", "TensorBoard"]

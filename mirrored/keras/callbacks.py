@@ -17,8 +17,8 @@ from typing import Any
 import keras
 
 from mirrored import monitor
+from mirrored.keras.checkpoints import read_in_turn, strategy_of
 from mirrored.keras.keras_private import CallbackList, first_epoch, write_nothing
-from mirrored.keras.saving import read_in_turn, strategy_of
 from mirrored.keras.training import Training
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce

@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
-from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
-from mirrored.keras.patching import around
+from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, around, data_adapters
 from mirrored.shares import Share, cut_for
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce

@@ -1,4 +1,4 @@
-"""All private names of Keras that this project uses. No other module uses private names.
+"""All private names of Keras that this project uses, and how functions of Keras are replaced.
 
 The names exist in Keras 3.13 to 3.15. ``tests/keras/test_patches.py`` checks that they exist in the installed Keras.
 All names that other modules replace belong to a module or class that is imported here.
@@ -6,8 +6,10 @@ All names that other modules replace belong to a module or class that is importe
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -79,3 +81,35 @@ def write_nothing(callback: Any) -> None:
         callback._save_model = lambda epoch, batch, logs: callback._should_save_model(
             epoch, batch, logs, callback._get_file_path(epoch, batch, logs)
         )
+
+
+Replacement = Callable[..., Any]
+
+
+def around(owner: Any, *names: str) -> Callable[[Replacement], Replacement]:
+    """Returns a decorator that replaces functions of ``owner``. The original is the first argument of the replacement.
+
+    Args:
+        owner: a module or a class.
+        names: the names of the functions.
+
+    Raises:
+        AttributeError: a name does not exist.
+    """
+
+    def replace(function: Replacement) -> Replacement:
+        for name in names:
+            setattr(owner, name, _replaced(getattr(owner, name), function))
+        return function
+
+    return replace
+
+
+def _replaced(original: Callable[..., Any], function: Replacement) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    # Keras reads the parameters without following wrappers.
+    replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return replaced

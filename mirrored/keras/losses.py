@@ -14,9 +14,8 @@ from typing import Any
 
 import keras
 
-from mirrored.keras.keras_private import SUMS_ACTIVITIES, is_of_activities
+from mirrored.keras.keras_private import SUMS_ACTIVITIES, around, is_of_activities
 from mirrored.keras.keras_private import loss as keras_losses
-from mirrored.keras.patching import around
 from mirrored.keras.steps import current
 
 _OVER_ENTRIES = ("sum_over_batch_size", "mean")

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_replica
-from mirrored.keras.keras_private import metrics_of_default_steps, reduction_metrics
-from mirrored.keras.metric_probe import probe_first_update
-from mirrored.keras.patching import around
+from mirrored.keras.keras_private import around, metrics_of_default_steps, reduction_metrics
+from mirrored.keras.probes import probe_first_update
 from mirrored.keras.steps import Step, current
 from mirrored.shares import Share
 from towers.collectives.communicator import Communicator

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirrored.keras.patching import around
+from mirrored.keras.keras_private import around
 from mirrored.shares import Share
 from mirrored.strategy.base import Strategy
 from towers.system.torch_private import disable_dynamo

@@ -8,6 +8,11 @@ values that the step has changed.
 end of an epoch and of ``evaluate``. In between, they are reduced only when they are read: by a callback that follows
 batches (in every batch), or by the progress bar (about a hundred times per epoch). All towers determine the readers
 identically.
+
+[Note: a step of torch's around Keras'] Keras' optimizers are not torch optimizers, so torch's hooks do not report their
+steps. So in ``strategy.run``, a Keras optimizer applies gradients within the step of a torch optimizer of the same
+parameters. This step triggers the guard of unaveraged gradients, the mirror check (also of optimizer state), the
+failure report, the profiler's ranges and ``mirrored verify``.
 """
 
 from __future__ import annotations
@@ -20,26 +25,25 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import torch
 
-from mirrored.context import refuse_inside_run, strategy_with_towers
+from mirrored.context import current_frame, refuse_inside_run, strategy_with_towers
 from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
 from mirrored.keras.callbacks import Monitor
-from mirrored.keras.checkpoints import Checkpoints
-from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer
-from mirrored.keras.patching import around
-from mirrored.keras.saving import note_strategy, strategy_of
+from mirrored.keras.checkpoints import Checkpoints, note_strategy, strategy_of
+from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer, around
 from mirrored.keras.training import Training
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import MirrorError
 from towers.sharding.optimizer import OptimizerSharder
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 
 log = get_logger("mirrored")
 
@@ -278,3 +282,41 @@ def _run(training: Training, kind: str, function: Callable[[Any], Any], batches:
     if not step.share.local:
         outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
     return training.strategy.gather(outputs)
+
+
+class _Step(torch.optim.Optimizer):
+    """A torch optimizer whose step calls a function."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Any) -> None:
+        super().__init__(parameters, {})
+        self.state[parameters[0]] = {variable.path: variable.value for variable in optimizer.variables}
+
+    def step(
+        self, closure: Any = None, *, gradients: Sequence[Any] = (), apply: Callable[[], Any] = lambda: None
+    ) -> Any:
+        """Calls ``apply``. The guard reads ``gradients``, which need not be those of the parameters' ``.grad``."""
+        return apply()
+
+
+_steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
+_applying = False  # a Keras optimizer may contain another one
+
+
+@around(keras.optimizers.Optimizer, "apply")
+def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    global _applying
+    frame = current_frame()
+    watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or interceptor().compares)
+    if _applying or not watched or frame is None or frame.replica is None or trainable_variables is None:
+        return original(optimizer, grads, trainable_variables)
+    grads, trainable_variables = list(grads), list(trainable_variables)
+    parameters = [variable.value for variable in trainable_variables]
+    step = _steps.get(optimizer)
+    if step is None or [id(p) for p in step.param_groups[0]["params"]] != [id(p) for p in parameters]:
+        kind = type(optimizer).__name__
+        step = _steps[optimizer] = type(kind, (_Step,), {})(parameters, optimizer)
+    _applying = True
+    try:
+        return step.step(gradients=grads, apply=lambda: original(optimizer, grads, trainable_variables))
+    finally:
+        _applying = False

@@ -1,8 +1,8 @@
 """Measurements of a training: a monitor's reports, and the events of TensorBoard.
 
 :mod:`.timeline` timestamps the phases of a tower. :mod:`.report` makes one report of all towers' timestamps.
-:mod:`.measuring` adds memory, FLOPs and gradients, and :mod:`.outputs` writes reports. :mod:`.monitor` has the object
-that a script uses. :mod:`.tracing` writes a trace of all towers' steps.
+:mod:`.monitor` has the object that a script uses; it adds memory, FLOPs and gradients. :mod:`.tracing` writes a trace
+of all towers' steps.
 """
 
 from mirrored.monitor.monitor import Monitor

@@ -21,7 +21,7 @@ from weakref import ref
 from mirrored.parameter_server.servers import ActorLostError, ServerLostError
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from towers.system import tree as trees
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 
 log = get_logger("mirrored")
 

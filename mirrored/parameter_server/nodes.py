@@ -24,8 +24,7 @@ import ray
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from towers.errors import StartupError
 from towers.system import machine
-from towers.system.log import get_logger
-from towers.system.text import split_address
+from towers.system.messages import get_logger, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import JOB_TOKEN
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable, Values
-from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.server import Settings
-from mirrored.parameter_server.servers import Servers
+from mirrored.parameter_server.servers import Reference, Servers
 from towers.system.torch_private import count_as_stepped, disable_dynamo
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)

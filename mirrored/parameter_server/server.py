@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import Part, Values
+from mirrored.parameter_server.servers import unpickle
 
 Settings = list[dict[str, Any]]
 """The settings of each group of an optimizer, such as the learning rate, without parameters."""
@@ -111,7 +111,7 @@ class Server:
         Args:
             pickled: the optimizer, without state.
         """
-        inner = references.load(pickled, lambda reference: reference[1])
+        inner = unpickle(pickled, lambda reference: reference[1])
         for group in inner.param_groups:
             group["params"] = [own for i in group["params"] for part, own in self._parts.items() if part.variable == i]
         self._optimizers[index] = _Optimizer(inner, [])

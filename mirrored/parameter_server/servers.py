@@ -1,16 +1,31 @@
-"""Calls of servers by the chief and the workers, the results of calls of any actor, and lost actors."""
+"""Calls of servers by the chief and the workers, results of calls of any actor, lost actors, and what is pickled.
+
+[Note: what a function refers to] A scheduled function is pickled with all objects that it refers to. A pickled model
+would be a copy, whose updates would be lost. So modules, variables and optimizers of the scope, per-worker data and the
+strategy are sent as references, which the worker resolves to its own objects. All other objects are copied.
+
+[Note: pickles] The pickles are read by the job's own actors, from Ray's channels, which require the job's secret
+(:mod:`mirrored.parameter_server.nodes`).
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.cloudpickle import CloudPickler
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from mirrored.parameter_server.layout import Part, PlacedVariable
 from towers.errors import PeerLostError
+
+Reference = tuple[Any, ...]
+"""A kind, such as "module", and the object's position."""
+
 
 _COLOURS = "\x1b\\[\\d+m"  # ANSI colours in Ray's tracebacks
 
@@ -114,3 +129,32 @@ class Servers:
         parts = [(v.name, part) for v in self.variables for part in v.parts if part.server == index]
         names = [f"rows {part.start} to {part.end - 1} of {name}" if part.end else name for name, part in parts]
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "no variables"
+
+
+def pickle_by_reference(value: Any, reference_of: Callable[[Any], Reference | None] = lambda obj: None) -> bytes:
+    """Pickles a value.
+
+    Args:
+        reference_of: returns the reference that is sent instead of an object, or None to pickle the object itself.
+
+    Raises:
+        TypeError: a part of the value cannot be pickled.
+    """
+    pickler: Any = CloudPickler(file := io.BytesIO())
+    pickler.persistent_id = reference_of
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, RecursionError) as error:
+        raise TypeError(str(error)) from error
+    return file.getvalue()
+
+
+def unpickle(data: bytes, resolve: Callable[[Reference], Any] = lambda reference: None) -> Any:
+    """Reads a result of :func:`pickle_by_reference`.
+
+    Args:
+        resolve: returns the object of a reference.
+    """
+    unpickler: Any = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = resolve
+    return unpickler.load()

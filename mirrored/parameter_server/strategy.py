@@ -20,18 +20,23 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.evaluation.evaluator import is_evaluator
 from mirrored.interceptor import interceptor
-from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
-from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import TABLES, Replica
 from mirrored.parameter_server.server import Server
-from mirrored.parameter_server.servers import ActorLostError, Servers, result_of
+from mirrored.parameter_server.servers import (
+    ActorLostError,
+    Reference,
+    Servers,
+    pickle_by_reference,
+    result_of,
+    unpickle,
+)
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.sharding.inner import check_elementwise, inner_optimizer
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
@@ -151,7 +156,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         if [module for root in self._roots for module in root.modules()] != self.replica.modules:
             raise RuntimeError("a model has got other modules since the first schedule(): make them before it")
         try:
-            return references.dump((fn, args, kwargs, self.replica.conditions()), self._reference_of)
+            return pickle_by_reference((fn, args, kwargs, self.replica.conditions()), self._reference_of)
         except TypeError as error:
             raise TypeError(
                 f"{fn!r} cannot be sent to the workers with all objects that it refers to: {error}. Objects "
@@ -172,7 +177,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             result = self._workers[index].call.remote(pickled, self._additions)
             while not ray.wait([result], timeout=1.0)[0]:
                 meanwhile()
-            return references.load(result_of(result, f"a scheduled function on worker {index}"))
+            return unpickle(result_of(result, f"a scheduled function on worker {index}"))
         finally:
             self.replica.expire()
 
@@ -180,7 +185,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         """Adds data for each worker; see ``ClusterCoordinator.create_per_worker_dataset``."""
         self._place()
         make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
-        self._add("add_pipeline", references.dump(make, self._reference_of))
+        self._add("add_pipeline", pickle_by_reference(make, self._reference_of))
         return PerWorkerDataset(("dataset", len(self._additions) - 1))
 
     def flush(self, waiting: int = 0) -> None:
@@ -217,7 +222,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         replica.assign(replica.written())
         if roots:
             self._add("add_variables", variables)
-            self._add("add_models", references.dump([*roots], self._reference_of))
+            self._add("add_models", pickle_by_reference([*roots], self._reference_of))
             replica.watch(roots)
             self._roots += roots
 
@@ -248,7 +253,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             check_elementwise(optimizer, "variable_partitioner", "leave it out")
         stateless = inner_optimizer(optimizer)
         stateless.param_groups = optimizer.param_groups
-        pickled = references.dump(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
+        pickled = pickle_by_reference(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
         self._servers.ask_all("install", index, pickled)
         self.replica.adopt(optimizer)
         self._add("add_optimizer", pickled)

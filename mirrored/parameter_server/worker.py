@@ -10,11 +10,9 @@ import ray
 from torch import Tensor
 
 from mirrored.data.distribute import InputContext
-from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import PlacedVariable
-from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import Replica
-from mirrored.parameter_server.servers import Servers
+from mirrored.parameter_server.servers import Reference, Servers, pickle_by_reference, unpickle
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import tree as trees
 
@@ -79,11 +77,11 @@ class Worker:
 
     def add_models(self, pickled: bytes) -> None:
         """Creates this worker's copies of models, the outermost modules."""
-        self._replica.watch(references.load(pickled, self._resolve))
+        self._replica.watch(unpickle(pickled, self._resolve))
 
     def add_optimizer(self, pickled: bytes) -> None:
         """Creates this worker's copy of an optimizer."""
-        self._replica.adopt(references.load(pickled, self._resolve))
+        self._replica.adopt(unpickle(pickled, self._resolve))
 
     def add_pipeline(self, pickled: bytes) -> None:
         """Stores the argument of ``create_per_worker_dataset`` until its data are used."""
@@ -99,7 +97,7 @@ class Worker:
         return self._made[reference]
 
     def _load_data(self, index: int) -> Any:
-        make = references.load(self._made[("pipeline", index)], self._resolve)
+        make = unpickle(self._made[("pipeline", index)], self._resolve)
         parameters = inspect.signature(make).parameters.values()
         return make(self._input) if any(p.default is p.empty for p in parameters) else make()
 
@@ -140,7 +138,7 @@ class Worker:
             self._added += 1
         self._replica.expire()
         self._replica.refresh()
-        fn, args, kwargs, conditions = references.load(pickled, self._resolve)
+        fn, args, kwargs, conditions = unpickle(pickled, self._resolve)
         self._replica.adopt_conditions(conditions)
         for data in self._counted():
             data.has_ended = False
@@ -158,4 +156,4 @@ class Worker:
                 f"a scheduled function wrote to {written} itself, which would stay on this worker: let an optimizer "
                 "step it, or write to it on the chief, between two calls of the coordinator"
             )
-        return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
+        return pickle_by_reference(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))

@@ -12,24 +12,22 @@ import torch
 from torch import nn
 
 from mirrored.cluster.resolver import ClusterResolver
-from mirrored.context import ReplicaContext, frame, note_towers_of, refuse_inside_run
+from mirrored.context import ReduceOp, ReplicaContext, frame, note_towers_of, operation_name, refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import InputContext, ValueContext, distribute
 from mirrored.events import Events, show_in_traces
 from mirrored.interceptor import interceptor
-from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
 from mirrored.strategy.calls import RunKinds, check_arguments, refuse_what_runs_later
-from mirrored.strategy.engine import Engine
-from mirrored.strategy.options import TrainingOptions
+from mirrored.strategy.engine import Engine, TrainingOptions
 from mirrored.strategy.records import Records
 from towers.collectives import values
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.options import CommunicationOptions, instead_of
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.profiling import range_
 from towers.topology import Topology
 
@@ -200,7 +198,7 @@ class Strategy(Records):
     def _explain(self, error: BaseException, replica: ReplicaContext) -> None:
         """Adds to an exception of a run that the share has no examples, or only one, if that may be the cause."""
         if self._several and isinstance(error, Exception):
-            from mirrored.empty_shares.stand_in import explain_share
+            from mirrored.empty_shares import explain_share
 
             explain_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
 
@@ -377,7 +375,7 @@ class Strategy(Records):
                 with two; the dimensions that differ are the batch dimensions.
             num_workers: the number of loader processes of each tower.
             stand_in: whether a tower with an empty share receives one example of another tower that does not count
-                (:mod:`mirrored.empty_shares.stand_in`), for models that do not support an empty batch.
+                (:mod:`mirrored.empty_shares`), for models that do not support an empty batch.
             batch_dims: the batch dimensions of ready-made batches (of a ``DataLoader`` with ``batch_size=None``), see
                 :mod:`mirrored.data.batch_dims`. By default they are inferred if they are unambiguous.
 

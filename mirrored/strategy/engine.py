@@ -9,11 +9,12 @@ run on a stand-in, its running statistics are restored last.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,22 +24,20 @@ from mirrored.events import enclose_runs
 from mirrored.interceptor import interceptor
 from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
-from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
+from mirrored.strategy.uncompiled import untraced
+from towers import mirroring
 from towers.collectives.agreement import RepeatedCalls
 from towers.gradients.averager import GradientAverager
 from towers.gradients.reducer import GradientReducer
-from towers.mirroring import mirror
 from towers.options import CommunicationOptions
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.profiling import range_
 from towers.system.tensors import Named
 from towers.system.torch_private import split_graphs
-from towers.system.uncompiled import Untraced
 
 if TYPE_CHECKING:
-    from mirrored.local.options import LocalSGD
-    from mirrored.local.training import LocalTraining
+    from mirrored.local import LocalSGD, LocalTraining
     from mirrored.virtual.towers import VirtualTowers
     from towers.gradients.powersgd import LowRankAverage
     from towers.sharding.transport import ShardTransport
@@ -47,18 +46,40 @@ log = get_logger("mirrored")
 
 _T = TypeVar("_T")
 
-untraced = Untraced(
-    ["towers", "mirrored"],
-    traced={  # parts of a model's step
-        "towers.batch_norm",
-        "mirrored.attached.batch_norm",
-        "mirrored.context",
-        "mirrored.losses",
-        "mirrored.operations",
-        "mirrored.empty_shares.empty_batch",
-        "mirrored.empty_shares.stand_in",
-    },
-)
+MIRROR_CHECK_INTERVAL = 250
+"""The default of ``mirror_check_interval``: the largest number of runs between two mirror checks."""
+
+_ACTIONS = ("ignore", "warn", "raise")
+
+
+class LocalSteps(Protocol):
+    """The option ``synchronize``: towers step independently and synchronise periodically (:mod:`mirrored.local`)."""
+
+    @property
+    def every(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """The arguments of :class:`mirrored.MirroredStrategy` with these names, and whether the storage is central.
+
+    Raises:
+        ValueError: an option has an invalid value.
+    """
+
+    shard_optimizer: bool = False
+    virtual_towers: int | None = None
+    mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL
+    nonfinite_gradients: str = "ignore"
+    synchronize: LocalSteps | None = None
+    central: bool = False
+
+    def __post_init__(self) -> None:
+        interval, action = self.mirror_check_interval, self.nonfinite_gradients
+        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+            raise ValueError(f"mirror_check_interval is {interval!r}, but must be None or a whole number of runs > 0")
+        if action not in _ACTIONS:
+            raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")
 
 
 def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
@@ -101,7 +122,7 @@ class Engine:
             )
         way: LocalSGD | None = None
         if training.synchronize is not None:
-            from mirrored.local.options import checked
+            from mirrored.local import checked
 
             way = checked(vars(training), communication)
         self._comm = comm = distribution.comm
@@ -116,7 +137,7 @@ class Engine:
         self.repeated_calls = calls if comm.only_queues and way is None else None
         transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
-            from towers.sharding.choosing import transport_for
+            from towers.sharding.optimizer import transport_for
 
             timeout = communication.timeout_seconds
             transport = transport_for(channel, calls, central=training.central, timeout=timeout)
@@ -137,7 +158,7 @@ class Engine:
         self.counter: LowRankAverage | VirtualTowers | None = compressed
         averager: GradientAverager
         if way is not None:
-            from mirrored.local.training import LocalTraining
+            from mirrored.local import LocalTraining
 
             self.local = LocalTraining(comm, way, events, training.mirror_check_interval)
             averager = self.local.gradients
@@ -278,8 +299,8 @@ class Engine:
         """
         if self._several:
             with range_("mirrored::mirror"):
-                mirror.check_equal(self._comm, tensors)
-                mirror.broadcast(self._comm, [named.tensor for named in tensors])
+                mirroring.check_equal(self._comm, tensors)
+                mirroring.broadcast(self._comm, [named.tensor for named in tensors])
 
     def _prepare_metrics(self, module: nn.Module) -> None:
         """Makes metrics of torchmetrics in a module support empty shares."""
@@ -313,7 +334,7 @@ class Engine:
 
     def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps ``fn`` for a run on a stand-in: running statistics of this tower's examples are restored after it."""
-        from mirrored.empty_shares.stand_in import statistics_kept
+        from mirrored.empty_shares import statistics_kept
 
         return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
@@ -332,7 +353,7 @@ class Engine:
     @property
     def communicates_in_forward(self) -> bool:
         """Whether the forward of a mirrored model, in its current mode, runs collectives."""
-        from mirrored.empty_shares.stand_in import takes_statistics_of_all_towers
+        from mirrored.empty_shares import takes_statistics_of_all_towers
 
         modules = (module for model in self.recorder.models() for module in model.modules())
         return any(

@@ -30,7 +30,7 @@ from towers.errors import MirrorError
 from towers.gradients.reducer import GradientReducer
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook, at_steps
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")

@@ -17,14 +17,14 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, LocalSteps, TrainingOptions
+from mirrored.strategy.engine import MIRROR_CHECK_INTERVAL, LocalSteps, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
 from towers.options import CommunicationOptions, instead_of
 from towers.system import accelerator, devices, machine
 from towers.system.devices import Device
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.topology import DEVICES, MEMORY, STARTED_BY, Topology
 
 log = get_logger("mirrored")

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mirrored.context import current_frame, current_replica
-from mirrored.empty_shares.stand_in import takes_statistics_of_all_towers
+from mirrored.empty_shares import takes_statistics_of_all_towers
 from mirrored.verification import draws
 from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors, in_double
 from mirrored.verification.loss_graph import scale_terms, terms_of

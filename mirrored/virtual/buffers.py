@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from mirrored.virtual.packs import Buffer, Pack, narrow, real, wide
 from towers.errors import MirrorError
-from towers.system.host_copy import HostCopy
-from towers.system.tensors import concatenated
+from towers.system.tensors import HostCopy, concatenated
 from towers.system.torch_private import own_buffers
 
 

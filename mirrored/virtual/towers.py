@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.empty_shares.stand_in import is_stand_in
+from mirrored.empty_shares import is_stand_in
 from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.shares import Distribution, is_array
 from mirrored.virtual.buffers import StepBuffers, registered
@@ -48,10 +48,9 @@ from towers.gradients.reductions import Subtree, TreeSum
 from towers.gradients.sparse import add_sparse
 from towers.health.status import with_batch
 from towers.system import tree as trees
-from towers.system.host_copy import on_device
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.profiling import range_
-from towers.system.tensors import Named
+from towers.system.tensors import Named, on_device
 
 log = get_logger("mirrored")
 

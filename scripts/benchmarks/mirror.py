@@ -21,7 +21,7 @@ from steps import Times
 
 import mirrored
 from mirrored.attached.mirror_check import MirrorCheck
-from mirrored.strategy.options import MIRROR_CHECK_INTERVAL
+from mirrored.strategy.engine import MIRROR_CHECK_INTERVAL
 
 
 def _measure(case: str, turns: int, seconds: float, optimizer: str, implementation: str) -> tuple[Times, list[float]]:

@@ -15,8 +15,7 @@ from mirrored.checkpoint.tensors import FileLayout
 from tests import simulated_device
 from tests.accelerator.cases import SIMULATED, flat, waiting_is_an_error
 from tests.support.jobs import make_data, make_mlp
-from towers.system.host_copy import CopyFromDevices
-from towers.system.tensors import extremes
+from towers.system.tensors import CopyFromDevices, extremes
 
 
 def data_in_a_scope() -> int:

@@ -41,7 +41,7 @@ FAULTS = {
         "towers.collectives.host_staged", "copy.get()) for _, copy", "copy._copy) for _, copy", cases.train, (SMALL,)
     ),
     "device memory is read as if it were the host's": Fault(
-        "towers.system.host_copy",
+        "towers.system.tensors",
         "self._copy.copy_(tensor, non_blocking=True)",
         "__import__('ctypes').memmove(self._copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)",
         cases.values,
@@ -70,10 +70,10 @@ FAULTS = {
         towers=1,
     ),
     "a value is read before it has come": Fault(
-        "towers.system.host_copy", "self._arrived.synchronize()", "pass", cases.values
+        "towers.system.tensors", "self._arrived.synchronize()", "pass", cases.values
     ),
     "a copy counts as come at once": Fault(
-        "towers.system.host_copy",
+        "towers.system.tensors",
         "self._arrived = torch.Event(tensor.device)",
         "self._arrived = None; return",
         cases.find_a_changed_bit,

@@ -20,9 +20,9 @@ from tests.support.late import take_turns
 from tests.support.meeting import say, wait_for
 from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
 from tests.support.waiting import HANG, wait_until
+from towers.backend import StorePeerGroup
 from towers.c10d import mailbox
 from towers.c10d.group import Group
-from towers.c10d.store import StorePeerGroup
 from towers.errors import TowersError
 from towers.system.timeouts import Deadline
 

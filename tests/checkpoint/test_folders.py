@@ -14,7 +14,7 @@ from torch import nn
 
 import mirrored
 from mirrored.checkpoint.manifest import name_of
-from mirrored.checkpoint.table import inspect
+from mirrored.checkpoint.reading import inspect
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
 from tests.support.clocks import Jumps

@@ -19,7 +19,7 @@ import mirrored
 from mirrored import cli
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.manifest import name_of
-from mirrored.checkpoint.table import inspect
+from mirrored.checkpoint.reading import inspect
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
 from tests.support.hostile_checkpoints import forge, forge_manifest

@@ -15,7 +15,7 @@ from mirrored.cluster import resolve
 from tests.support.clusters import torchrun_variables
 from towers.launching.job import Job, agent_command
 from towers.launching.restarting import meeting
-from towers.system.text import split_address
+from towers.system.messages import split_address
 
 
 def resolver(**config: object) -> TFConfigClusterResolver:

@@ -2,7 +2,7 @@
 
 There are four exceptions. The contract of ``towers/launching/starting/launch.py`` is to send the caller's own function
 and its results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
-cloudpickle. ``mirrored/parameter_server/references.py`` sends functions to the job's own actors, by Ray's channels.
+cloudpickle. ``mirrored/parameter_server/servers.py`` sends functions to the job's own actors, by Ray's channels.
 ``towers/launching/starting/fork_server.py`` runs the user's own program, as Python does. ``mirrored/__init__.py``
 imports modules when their names are first used, from its own table.
 """
@@ -27,7 +27,7 @@ ANYWHERE = {
 }
 MAY = {
     ROOT / "towers" / "launching" / "starting" / "launch.py": "pickle",
-    ROOT / "mirrored" / "parameter_server" / "references.py": "pickle",
+    ROOT / "mirrored" / "parameter_server" / "servers.py": "pickle",
     ROOT / "towers" / "launching" / "starting" / "fork_server.py": "exec",
     ROOT / "mirrored" / "__init__.py": "import_module",
     ROOT / "mirrored" / "verification" / "files.py": "save",  # it observes the script's own calls

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 from towers import errors as towers_errors
 from towers.collectives import values
 from towers.collectives.shared_memory import regions, semaphores
-from towers.collectives.shared_memory.peer_processes import PeerProcesses
+from towers.collectives.shared_memory.barrier import PeerProcesses
 
 
 def die_while_others_wait(strategy: mirrored.Strategy) -> None:

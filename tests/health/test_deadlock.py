@@ -14,7 +14,7 @@ from tests.support.children import in_a_child
 from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG
 from towers.health.deadlock import Beat, find_cycle, find_different_calls
-from towers.health.peers import Status, Wait
+from towers.health.status import Status, Wait
 
 pytestmark = pytest.mark.extended
 

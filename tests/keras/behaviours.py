@@ -182,7 +182,7 @@ def settings_of_compile() -> dict[str, Any]:
         found[name] = [*model.get_weights(), np.array(history.history["loss"])]
     breaks = list(torch._dynamo.utils.counters["graph_break"])
     assert breaks, "Keras' own, at backward"
-    assert not (traced := [text for text in breaks if "mirrored/keras/patching" in text]), traced
+    assert not (traced := [text for text in breaks if "mirrored/keras/keras_private" in text]), traced
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from towers.mirroring.equality import COLUMNS, fingerprints
+from towers.mirroring import COLUMNS, fingerprints
 
 BIG = 8 * COLUMNS + 5  # elements of eight bytes: rows to fold, and a rest
 

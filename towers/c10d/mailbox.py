@@ -29,7 +29,7 @@ from torch import Tensor
 from towers.c10d.works import CompletedWork
 from towers.collectives.communicator import Communicator
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.peer_processes import PeerProcesses
+from towers.collectives.shared_memory.barrier import PeerProcesses
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned, map_segments
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.timeouts import Deadline

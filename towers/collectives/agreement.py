@@ -19,7 +19,7 @@ import torch
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DECIDE_TOGETHER, DisagreementError
-from towers.system.text import name_towers
+from towers.system.messages import name_towers
 
 _T = TypeVar("_T")
 

@@ -24,7 +24,7 @@ from towers.joining.participant import Participant
 from towers.joining.store import Message
 from towers.options import CommunicationOptions
 from towers.system import accelerator, machine
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Deferred, Pending, in_step
-from towers.system.host_copy import HostCopy, on_device
+from towers.system.tensors import HostCopy, on_device
 
 
 class HostStagedCommunicator(Communicator):

@@ -13,7 +13,7 @@ from torch import Tensor
 from towers.collectives.communicator import Communicator, as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import accelerator
-from towers.system.host_copy import HostCopy, on_device
+from towers.system.tensors import HostCopy, on_device
 
 _WORDS = 16  # words of a message's head: the count, a digest of the purpose, the count as float32, and the text
 _TEXT_AT = 3

@@ -36,10 +36,10 @@ from torch import Tensor
 from towers.collectives import nccl
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
 from towers.health.failure import is_peer_lost, leave, leave_if_out_of_step
-from towers.health.peers import Wait
+from towers.health.status import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
 from towers.options import GLOO_BUCKET_BYTES
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.torch_private import backend_of
 
 _OPERATIONS = {

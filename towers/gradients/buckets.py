@@ -61,8 +61,7 @@ from towers.errors import MirrorError, TowersError
 from towers.gradients.flags import BITS, Counts, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
-from towers.system.host_copy import on_device
-from towers.system.tensors import Named, gradient_dtype, view_like
+from towers.system.tensors import Named, gradient_dtype, on_device, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
     current_stream_of,

@@ -52,7 +52,7 @@ from torch import Tensor
 from towers.collectives.communicator import Communicator, from_bytes
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Place, with_batch
-from towers.system.text import name_towers
+from towers.system.messages import name_towers
 
 Read = Callable[[], Sequence[float]]
 """Returns for each flag the number of towers that have set it (or a multiple of that). It may make the host wait."""

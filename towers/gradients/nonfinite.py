@@ -19,9 +19,8 @@ import torch
 from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
 from towers.gradients.buckets import Slot
-from towers.system.log import get_logger
+from towers.system.messages import get_logger, name_towers
 from towers.system.tensors import concatenated, extremes, what_is_not_finite
-from towers.system.text import name_towers
 
 log = get_logger("towers")
 

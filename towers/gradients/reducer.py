@@ -1,6 +1,6 @@
 """The interface between a strategy and what keeps the gradients of its towers equal.
 
-:mod:`towers.gradients.averager` averages in buckets, ``LocalGradients`` of :mod:`mirrored.local.training` not at all.
+:mod:`towers.gradients.averager` averages in buckets, ``LocalGradients`` of :mod:`mirrored.local` not at all.
 ``tests/gradients/test_reducer_of_torch.py`` puts the reducer of torch's ``DistributedDataParallel`` behind it. Virtual
 towers and sharded optimizer steps need :class:`towers.gradients.averager.GradientAverager` itself.
 """

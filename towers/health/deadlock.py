@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.errors import DECIDE_TOGETHER
-from towers.health.peers import Status, Wait
+from towers.health.status import Status, Wait
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,7 @@ from typing import NamedTuple, NoReturn, TextIO
 from torch.distributed import DistError
 
 from towers.errors import PeerLostError, TowersError
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 

@@ -38,12 +38,11 @@ from torch.distributed import Store
 from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
 from towers.health.deadlock import Beat
-from towers.health.peers import PeerStatus, Wait
-from towers.health.status import AVERAGING, Health, StatusRecord
+from towers.health.status import AVERAGING, Health, PeerStatus, StatusRecord, Wait
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.participant import Participant
 from towers.joining.store import Message, SignedStore
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock, in_time, wait_until
 
 INTERVAL = 1.0

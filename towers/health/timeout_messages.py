@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towers.errors import CollectiveTimeoutError, PeerLostError, collective_timeout
-from towers.health.peers import PeerStatus, Status
-from towers.health.status import Health
+from towers.health.status import Health, PeerStatus, Status
 
 _SHOWN = 4  # the largest number of towers that a message lists
 

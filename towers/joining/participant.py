@@ -31,7 +31,7 @@ from torch.distributed import Store, TCPStore
 from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
 from towers.joining.store import OWNER, TIMEOUT, Message, OtherJobError, SignedStore, serve_store
 from towers.system import machine
-from towers.system.text import join_address, printable
+from towers.system.messages import join_address, printable
 from towers.system.timeouts import Deadline, clock, run_with_timeout, wait_until
 from towers.topology import JOB_TOKEN
 

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from towers.errors import HandshakeError, PortInUseError, StartupError
 from towers.system import machine
-from towers.system.text import join_address, printable
+from towers.system.messages import join_address, printable
 
 Message = dict[str, Any]
 

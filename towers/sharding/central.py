@@ -53,12 +53,11 @@ from towers.collectives.shared_memory.segment import Segment
 from towers.errors import MirrorError, StartupError
 from towers.gradients.buckets import BucketLayout, Keys, Slot, SparseSlot
 from towers.gradients.reductions import SharedChunks
-from towers.mirroring.equality import fingerprints
+from towers.mirroring import fingerprints
 from towers.sharding.shards import RowShard, Shard
 from towers.sharding.state import ReadableState
 from towers.sharding.transport import ShardTransport
-from towers.system.host_copy import HostCopy, on_device
-from towers.system.tensors import ALONE, view_like
+from towers.system.tensors import ALONE, HostCopy, on_device, view_like
 from towers.system.torch_private import storage_holders
 
 _HOST = torch.device("cpu")

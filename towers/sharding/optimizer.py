@@ -10,6 +10,13 @@ independently computes the same bits that way. If towers share memory, one step 
     spread                  each writes its shards into the others' parameters      towers/sharding/transport.py
     barrier                 all parameters are complete
 
+[Note: ways to shard] Towers that share memory average only their own chunks of the gradients
+(:mod:`towers.gradients.reductions`), write their shards into each other's parameters, and can read each other's
+state without their help. GPUs also average only their chunks, and gather shards and state with collectives. All other
+towers (CPUs of several hosts, other accelerators) average whole gradients. With central storage, the updated parameters
+and the state are in the memory of one host. :func:`transport_for` decides between them, and no other code of the
+sharded step depends on the choice.
+
 [Note: sharding is not the default] It is faster with slow optimizers, and as exact. But reading a gradient on only one
 tower (``if strategy.is_chief: log(p.grad.norm())``), which is correct without sharding, becomes an error. So do
 optimizers that were not declared element-wise. Code that worked must continue to work.
@@ -27,8 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from towers.collectives.agreement import announce_with_body
-from towers.collectives.communicator import from_bytes
+from towers.collectives.agreement import RepeatedCalls, announce_with_body
+from towers.collectives.communicator import Communicator, from_bytes
+from towers.collectives.process_group import ProcessGroupCommunicator
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import BucketLayout, DenseSlot, Slot
@@ -44,13 +53,35 @@ from towers.sharding.inner import (
     with_closure_called,
 )
 from towers.sharding.shards import Shard, cut_rows, shards_of
-from towers.sharding.transport import ShardTransport
-from towers.system.log import get_logger
+from towers.sharding.transport import GatheredParameters, ShardTransport, SharedParameters
+from towers.system.messages import get_logger
 from towers.system.profiling import range_
 from towers.system.tensors import is_dense
 from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, step_hooks
 
 log = get_logger("towers")
+
+
+def transport_for(channel: Communicator, calls: RepeatedCalls, *, central: bool, timeout: float) -> ShardTransport:
+    """Returns the transport between the towers of ``channel``, which averages their gradients. All towers call it.
+
+    Args:
+        calls: compares calls of the script with the other towers.
+        central: whether one copy of parameters and state is in the memory of a host.
+        timeout: seconds for a collective.
+
+    Raises:
+        StartupError: on all towers: central storage was selected, and they cannot share memory.
+    """
+    if central:
+        from towers.sharding.central import CentralStorage, on_one_host
+
+        return CentralStorage(channel, on_one_host(channel, timeout))
+    if isinstance(channel, SharedMemoryCommunicator):
+        return SharedParameters(channel)
+    if isinstance(channel, ProcessGroupCommunicator) and channel.may_scatter:
+        return GatheredParameters(channel, calls)
+    return ShardTransport(channel)
 
 
 class OptimizerSharder:

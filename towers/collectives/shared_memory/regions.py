@@ -19,7 +19,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import add_by_tree, chunk_of, reduce_into
 from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.segment import Segment
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock
 
 log = get_logger("towers")

@@ -39,8 +39,7 @@ from towers.launching.restarting.policy import choose_members
 from towers.launching.restarting.rendezvous import Rendezvous
 from towers.launching.supervising.failure_broadcast import ask_to_join, replace_worker
 from towers.system import machine
-from towers.system.log import get_logger
-from towers.system.text import canonical_address, printable, split_address
+from towers.system.messages import canonical_address, get_logger, printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import FEWER_WORKERS
 

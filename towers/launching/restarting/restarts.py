@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
-from towers.health.peers import Status
+from towers.health.status import Status
 from towers.launching.job import Job
 from towers.launching.restarting.meeting import ChiefRendezvous, FollowerRendezvous, JobEndedError, WorkersRendezvous
 from towers.launching.restarting.policy import on_devices_left
 from towers.launching.restarting.rendezvous import Rendezvous
 from towers.launching.supervising.attempt import Attempt, Ending, Failed
 from towers.launching.supervising.failure_broadcast import FailureBroadcast
-from towers.system.text import name_towers
+from towers.system.messages import name_towers
 from towers.system.timeouts import Deadline
 from towers.topology import DEVICES, MEMORY
 

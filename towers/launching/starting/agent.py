@@ -42,7 +42,7 @@ from towers.launching.restarting.rendezvous import Rendezvous
 from towers.launching.starting.fork_server import fork_towers
 from towers.launching.supervising.attempt import Attempt, Ending, ending_of, see_children_end
 from towers.system import machine
-from towers.system.log import get_logger
+from towers.system.messages import get_logger
 from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY, TOWER
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}

@@ -36,12 +36,10 @@ from types import FrameType
 from torch.distributed import Store
 
 from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS, FailureReport, report_path, signal_name
-from towers.health.peers import Status
-from towers.health.status import StatusRecord, record_path
+from towers.health.status import Status, StatusRecord, record_path
 from towers.launching import console
 from towers.launching.job import Job
-from towers.system.log import get_logger
-from towers.system.text import name_towers
+from towers.system.messages import get_logger, name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
 

@@ -26,7 +26,7 @@ from torch.distributed import Store
 from towers.errors import HandshakeError
 from towers.joining.store import TIMEOUT, SignedStore
 from towers.launching.supervising.attempt import Broadcast, Failed
-from towers.system.text import printable
+from towers.system.messages import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
 _PREFIX = "towers/failures"

@@ -1,17 +1,20 @@
-"""Log lines that are printed unless the program configures logging.
+"""Texts for users: log lines, and the names of towers, addresses and untrusted text in messages.
 
-The environment variable ``MIRRORED_LOG_LEVEL`` sets the level: ``debug``, ``info`` (the default), ``warning``,
-``error`` or ``critical``. At ``debug``, the packages also log changes of their state (towers that start or join,
-features that are attached, models that are mirrored, epochs, checks), with the milliseconds since the process started.
-A level that a program sets on the loggers ``"mirrored"`` and ``"towers"`` takes precedence. All lines have the prefix
-``mirrored:``.
+Log lines are printed unless the program configures logging. The environment variable ``MIRRORED_LOG_LEVEL`` sets the
+level: ``debug``, ``info`` (the default), ``warning``, ``error`` or ``critical``. At ``debug``, the packages also log
+changes of their state (towers that start or join, features that are attached, models that are mirrored, epochs,
+checks), with the milliseconds since the process started. A level that a program sets on the loggers ``"mirrored"`` and
+``"towers"`` takes precedence. All lines have the prefix ``mirrored:``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 LEVEL = "MIRRORED_LOG_LEVEL"
 """Environment variable with the level of all log lines of this project."""
@@ -64,3 +67,40 @@ def get_logger(name: str) -> logging.Logger:
     if wanted not in _LEVELS and name == "mirrored":
         logger.warning("%s is %r, but must be one of %s: taken as info", LEVEL, wanted, ", ".join(_LEVELS))
     return logger
+
+
+def name_towers(towers: Sequence[int]) -> str:
+    """Returns ``tower 2``, or ``towers 0, 1 and 3``."""
+    if len(towers) == 1:
+        return f"tower {towers[0]}"
+    return f"towers {', '.join(map(str, towers[:-1]))} and {towers[-1]}"
+
+
+def printable(text: object, longest: int = 4000) -> str:
+    """Returns untrusted text as one line of at most ``longest`` characters, none of which moves a terminal's cursor."""
+    if not isinstance(text, str):
+        return "?"
+    shown = text[:longest]
+    return shown if shown.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in shown)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Converts ``"host:port"`` or ``"[IPv6]:port"`` to (host, port)."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Converts (host, port) to ``"host:port"`` or ``"[IPv6]:port"``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def canonical_address(address: str) -> str:
+    """Returns one spelling for all spellings of an address: upper case, a final dot, zeros of IPv6, ``localhost``."""
+    host, port = split_address(address)
+    host = host.lower().removesuffix(".")
+    if host == "localhost":
+        host = "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        host = ipaddress.ip_address(host).compressed
+    return join_address(host, port)

@@ -1,1 +1,0 @@
-"""Makes towers mirror images of each other, and checks whether they still are."""
