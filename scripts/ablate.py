@@ -47,6 +47,38 @@ class Mechanism:
 
 MECHANISMS = [
     Mechanism(
+        "index of a process",
+        "two processes have the same index",
+        "towers/joining/participant.py",
+        '        if stored["nonce"] != self._nonce:\n            other =',
+        "        if False:\n            other =",
+        "tests/launching/test_start.py::test_a_second_process_with_the_same_rank_is_refused",
+    ),
+    Mechanism(
+        "token of a job",
+        "a process finds the store of another job",
+        "towers/joining/store.py",
+        '    if not hmac.compare_digest(signature.encode(errors="replace"), _hmac(token, key, text).encode()):',
+        "    if False:",
+        "tests/joining/test_handshake.py::test_a_tower_with_another_token_is_refused_and_the_job_goes_on",
+    ),
+    Mechanism(
+        "number of the chief",
+        "a message of an earlier start stands for a process that is not there",
+        "towers/joining/participant.py",
+        '            if message is not None and message.get("to", self._nonce) == self._nonce:',
+        "            if message is not None:",
+        "tests/joining/test_attacks.py::test_a_replayed_message_does_not_stand_for_a_tower_that_is_not_there",
+    ),
+    Mechanism(
+        "comparison of towers",
+        "towers have different options or kinds of devices, or the same GPU",
+        "towers/collectives/connecting.py",
+        '    if message["options"] != reference["options"]:',
+        "    if False:",
+        "tests/strategy/test_bad_models.py::test_options_are_compared_where_a_process_group_exists_already",
+    ),
+    Mechanism(
         "process of a peer",
         "a tower is killed, and its launcher leaves the others alone (srun)",
         "towers/collectives/shared_memory/barrier.py",
@@ -86,6 +118,14 @@ MECHANISMS = [
         "            self._ask(lambda store: store.publish(_FAILURE, message))",
         "            pass",
         "tests/health/test_failing_towers.py::test_every_worker_names_the_tower_that_failed_first",
+    ),
+    Mechanism(
+        "delay of consequences",
+        "a tower that misses another one reports before the failed one has",
+        "towers/health/failure.py",
+        '    if report.consequence and not getattr(error, "seen_by_launcher", False):',
+        "    if False:",
+        "tests/health/test_failing_towers.py",
     ),
     Mechanism(
         "deadlock search",
@@ -158,6 +198,14 @@ MECHANISMS = [
         "            for parameter in self._recorder.untaken()",
         "            for parameter in ()",
         "tests/strategy/test_unaveraged_gradients.py::test_a_backward_before_the_first_run_is_refused",
+    ),
+    Mechanism(
+        "guard of Keras layers",
+        "a layer of Keras is built outside of the scope",
+        "mirrored/strategy/guard.py",
+        "        if parameter.requires_grad and not _is_recorded(parameter):",
+        "        if False:",
+        "tests/strategy/test_unaveraged_gradients.py::test_keras_layers_that_nobody_averages_are_refused",
     ),
     Mechanism(
         "mirror check",

@@ -93,8 +93,8 @@ def print_limits(models: Sequence[Model], clusters: Sequence[Cluster], save: flo
         row += [in_unit(2 * one.gradients + one.state / cluster.size, SIZES), in_unit(mtbf, TIMES)]
         row += [in_unit(planning.save_interval(save, mtbf), TIMES), f"{planning.useful(save, mtbf, restart):.3f}"]
         row.append(in_unit(planning.handshake_seconds(cluster.size), TIMES))
-        row.append(in_unit(planning.MESSAGE * cluster.size**2, SIZES))
-        row.append(f"{planning.HEARTBEAT_REQUESTS * cluster.size * REQUEST:.1%}")
+        row.append(in_unit(planning.START_BYTES * cluster.size, SIZES))
+        row.append(f"{planning.heartbeat_requests(cluster.size) * REQUEST:.1%}")
         for announced in (planning.announcement, planning.announcement_by_hosts):
             row.append(in_unit(announced(cluster), TIMES) if cluster.size > 1 else "–")
         rows.append([*row, in_unit(planning.READING * cluster.size, TIMES)])

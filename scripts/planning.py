@@ -269,16 +269,24 @@ def useful(save: float, mtbf: float, restart: float) -> float:
 REQUEST, READING = 50e-6, 15e-6
 """Seconds that the store needs for a request, and that a tower's Python needs for one tower's announcement."""
 
-PACKET, MESSAGE = 256.0, 500.0
-"""Bytes of an announcement of one tower, and of its message in the handshake."""
+PACKET = 256.0
+"""Bytes of an announcement of one tower."""
 
-HEARTBEAT_REQUESTS = 2.0
-"""Requests a second that every tower makes to say that it lives."""
+START_REQUESTS, START_BYTES = 7.0, 1900.0
+"""Requests and bytes of one tower at the start (``scripts/bench control``)."""
+
+HEARTBEATS = 128.0
+"""The largest number of requests a second that towers make to say that they live."""
 
 
 def handshake_seconds(towers: int) -> float:
-    """Seconds of the store in which all towers read all messages: two requests each, 2N² in all."""
-    return 2.0 * towers * towers * REQUEST
+    """Seconds of the store in which towers publish messages and read answers."""
+    return START_REQUESTS * towers * REQUEST
+
+
+def heartbeat_requests(towers: int) -> float:
+    """Requests a second of all towers."""
+    return min(towers, HEARTBEATS)
 
 
 def announcement(cluster: Cluster) -> float:

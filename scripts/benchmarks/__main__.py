@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = (
-    *("allreduce", "checkpoint", "counts", "device", "fit", "hosts", "local", "memory", "table"),
+    *("allreduce", "checkpoint", "control", "counts", "device", "fit", "hosts", "local", "memory", "table"),
     *("mirror", "monitor", "parts", "scaling", "servers", "start", "step", "virtual"),
 )
 

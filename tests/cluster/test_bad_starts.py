@@ -72,9 +72,9 @@ def wait_for_a_worker_at_first(job: str) -> None:
     """The agent of worker 0, whose seconds begin when worker 2 has come."""
     handshake = Participant.handshake
 
-    def wait_at_first(worker: Participant, store: Store, *others: Any) -> list[Message]:
+    def wait_at_first(worker: Participant, store: Store, *others: Any, **more: Any) -> Message:
         wait_until(lambda: store.check(["worker/2"]))
-        return handshake(worker, store, *others)
+        return handshake(worker, store, *others, **more)
 
     Participant.handshake = wait_at_first  # type: ignore[method-assign]
     agent.run(Job.from_json(job), [sys.executable, "-c", "print('ran')"])
@@ -127,7 +127,7 @@ def test_versions_differ(what: str) -> None:
         message = {"versions": different, "host": f"h{index}"}
         with pytest.raises(HandshakeError) as caught:
             worker = tower(index, kind="worker", token="")
-            worker.handshake(store, message, lambda *_: pytest.fail("versions come first"))
+            worker.handshake(store, message, {}, lambda *_: pytest.fail("versions come first"))
         return str(caught.value)
 
     first, second = together(come, store, store)

@@ -208,6 +208,9 @@ def test_of_process_groups(tmp_path: object, monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(torch_private.default_store(), dist.Store)
         assert torch_private.backend_of(dist.group.WORLD, torch.device("cpu")) is not None
         assert torch_private.bound_device() is None
+        before = torch_private.count_of_groups()
+        dist.new_group([0], use_local_synchronization=True)
+        assert torch_private.count_of_groups() == before + 1
         plain = dist.ProcessGroup(dist.HashStore(), 0, 1)
         torch_private.name_backend(plain, "ours")
         if torch.__version__ >= (2, 14):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 from typing import Any
@@ -86,3 +87,38 @@ def reduce_just_after_a_moment(strategy: mirrored.Strategy) -> tuple[float, int]
 
 def test_a_collective_that_ends_just_after_a_moment_is_done() -> None:
     assert towers(reduce_just_after_a_moment, settings=GLOO) == [(6.0, 1), (6.0, 0)]
+
+
+def sockets_after_a_barrier(strategy: mirrored.Strategy) -> int:
+    strategy.barrier()
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    strategy.barrier()
+    return found
+
+
+def test_towers_connect_to_those_that_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = towers(sockets_after_a_barrier, count=5, settings=GLOO)
+    monkeypatch.setenv(process_group.LAZY, "0")
+    all_pairs = towers(sockets_after_a_barrier, count=5, settings=GLOO)
+    assert sum(some) < sum(all_pairs)
+
+
+def groups_of_parts(strategy: mirrored.Strategy, of_the_script: bool) -> tuple[int, list[float]]:
+    """The script may have made a group of towers 0 and 1 alone, so that c10d counts more groups on these."""
+    comm = strategy.communicator
+    assert isinstance(comm, ProcessGroupCommunicator)
+    if of_the_script and comm.index < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    part = comm.among([[0, 2], [1]])
+    assert part is not None
+    sizes = torch.tensor([float(comm.index)])
+    part.all_reduce(sizes)
+    return part.size, sizes.tolist()
+
+
+@pytest.mark.parametrize("of_the_script", [False, True])
+def test_towers_make_the_groups_of_their_parts_whichever_groups_they_have(of_the_script: bool) -> None:
+    assert towers(groups_of_parts, of_the_script, count=3, settings=GLOO) == [(2, [2.0]), (1, [1.0]), (2, [2.0])]

@@ -127,7 +127,7 @@ GARBAGE: dict[str, bytes | Callable[[str], str]] = {
     "another job's": lambda key: sign("another", key, {"host": "elsewhere\x1b[2J"}),
     "a message of no token": lambda key: sign("", key, {"host": "elsewhere"}),
     "a message from another key": lambda key: sign(TOKEN, f"{key}0", {"host": "elsewhere"}),
-    "another message's signature": lambda key: sign(TOKEN, key, {}).replace('message": "{', 'message": "{ '),
+    "another message's signature": lambda key: sign(TOKEN, key, {}).replace('message":"{', 'message":"{ '),
 }
 
 

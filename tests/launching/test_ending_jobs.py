@@ -36,7 +36,7 @@ class EarlierJob:
     def __init__(self, port: int) -> None:
         self.store: TCPStore | None = serve_store("127.0.0.1", port, "a test", TOKEN)
         self.write("worker/1", {"host": "here"}, "workers/0")
-        self.write("worker/confirmed0", {"digest": ""}, "workers/0")
+        self.write("worker/met", {}, "workers/0")
 
     def write(self, key: str, message: dict[str, Any], *prefixes: str) -> None:
         store: Any = self.store

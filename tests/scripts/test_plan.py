@@ -147,8 +147,8 @@ def test_checkpoints_and_failures() -> None:
     assert planning.useful(60, 0.01, 600) == 0.0
 
 
-def test_what_the_start_up_costs_grows_with_the_square() -> None:
-    assert planning.handshake_seconds(16) == pytest.approx(4 * planning.handshake_seconds(8)) == 512 * planning.REQUEST
+def test_what_the_control_plane_costs() -> None:
+    assert planning.handshake_seconds(16) == pytest.approx(2 * planning.handshake_seconds(8)) == 112 * planning.REQUEST
     # 3 messages of 256 bytes, as slow as the network's.
     assert planning.announcement(Cluster(2, 2, INSIDE, ACROSS)) == pytest.approx(3 * (10e-6 + 256 / 10e9))
 
@@ -156,7 +156,8 @@ def test_what_the_start_up_costs_grows_with_the_square() -> None:
 def test_figures_of_the_project_are_those_of_its_code() -> None:
     assert buckets.FIRST_BUCKET_BYTES == planning.FIRST_BUCKET
     assert all(model.bucket == options.DEFAULT_BUCKET_BYTES for model in planning.MODELS.values())
-    assert heartbeat.INTERVAL * planning.HEARTBEAT_REQUESTS == 2.0  # a heartbeat, and a look for queries
+    assert planning.heartbeat_requests(10**6) == heartbeat.PER_SECOND
+    assert planning.heartbeat_requests(8) == 8 / heartbeat.INTERVAL
 
 
 @pytest.mark.parametrize("model", planning.MODELS.values(), ids=list(planning.MODELS))

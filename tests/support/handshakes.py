@@ -14,7 +14,7 @@ from towers.joining.participant import Participant
 from towers.joining.store import Message, serve_store
 
 TOKEN = "a secret of the tests"
-KEYS = ("tower/0", "tower/1", "tower/confirmed0", "tower/confirmed1")
+KEYS = ("tower/0", "tower/1", "tower/number", "tower/answer1", "tower/met")
 TOWER: Message = {"device": "cpu", "gpu": None}
 
 
@@ -27,7 +27,8 @@ def tower(index: int, *, port: int = 0, host: str = "127.0.0.1", **fields: Any) 
 def meet(store: Store, index: int, message: Message | None = None, **fields: Any) -> list[Message]:
     """Come to a handshake as :func:`tower` does; returns the messages of all."""
     message = {**TOWER, "index": index} if message is None else message
-    return tower(index, **fields).handshake(store, message, lambda *_: None)
+    answer = tower(index, **fields).handshake(store, message, {}, lambda *_: None, facts=lambda all_: {"all": all_})
+    return list(answer["all"])
 
 
 def together(come: Callable[..., Any], *stores: Store) -> list[Any]:

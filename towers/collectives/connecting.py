@@ -7,6 +7,7 @@ they can. Towers that share a device have received the implementation "host" bef
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from towers.collectives import nccl
+from towers.collectives.agreement import digest_of
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
 from towers.collectives.shared_memory import communicator as shared_memory
@@ -78,13 +80,17 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         opened = tower.open_store()
         opened.set_timeout(timedelta(seconds=tower.seconds))
         store = dist.PrefixStore(f"towers/attempt{topology.attempt}", opened)
-    message = {
-        **machine.identity(*topology.address),
-        "options": asdict(options),
-        "device": str(device),
-        "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
-    }
-    _choose_network(tower, tower.handshake(store, message, compare_towers))
+    message, terms = description(machine.identity(*topology.address), device, options)
+    shares_devices = options.implementation == "host"
+    answer = tower.handshake(
+        store,
+        message,
+        terms,
+        compare_towers,
+        unique=lambda other: None if shares_devices else _accelerator(other),
+        facts=network_of_all,
+    )
+    _choose_network(tower, message, answer)
     if beside:
         group = ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
     else:
@@ -156,6 +162,17 @@ def _check_default_group(tower: Participant, device: torch.device, backend: str)
         nccl.check_bound(bound_device(), device)
 
 
+def description(place: Message, device: torch.device, options: CommunicationOptions) -> tuple[Message, Message]:
+    """Returns what a tower publishes: its message, and the terms that all towers must have.
+
+    Args:
+        place: the result of :func:`towers.system.machine.identity`.
+    """
+    uuid = accelerator.uuid(device) if device.type != "cpu" else None
+    message = {**place, "machine": digest_of(place["machine"])[:16], "device": str(device), "accelerator": uuid}
+    return message, {"options": asdict(options), "kind": device.type}
+
+
 def compare_towers(index: int, message: Message, other: int, reference: Message) -> str | None:
     """Returns why two towers cannot work together, or None."""
     where = f"tower {index} (on {message['host']})", f"tower {other} (on {reference['host']})"
@@ -179,17 +196,36 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
     return None
 
 
-def _choose_network(tower: Participant, messages: list[Message]) -> None:
-    """Listens on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
-    places = [(message["machine"], message["network"]) for message in messages]
-    here = places[tower.index]
-    elsewhere = [message["address"] for message, place in zip(messages, places, strict=True) if place != here]
-    if not elsewhere:
+def _accelerator(message: Message) -> tuple[str, str] | None:
+    """Returns a tower's accelerator and the machine that has it, or None for a tower on the CPU."""
+    return (message["accelerator"], message["machine"]) if message["accelerator"] else None
+
+
+def network_of_all(messages: Sequence[Message]) -> Message:
+    """Returns the place of tower 0 and the address of a tower elsewhere, or nothing if all are in one place."""
+    elsewhere = [message["address"] for message in messages if _place(message) != _place(messages[0])]
+    address = next(filter(None, elsewhere), None)
+    return {"place": _place(messages[0]), "elsewhere": address} if elsewhere else {}
+
+
+def _place(message: Message) -> str:
+    """Returns a short text that is equal for towers with the same network interfaces."""
+    return digest_of([message["machine"], message["network"]])
+
+
+def _choose_network(tower: Participant, own: Message, answer: Message) -> None:
+    """Listens on the network interface that leads to the other towers; see [Note: the interface is looked up].
+
+    Args:
+        own: this tower's message.
+        answer: the result of :func:`network_of_all`.
+    """
+    if not answer:
         machine.listen_on()
         return
     # The chief's own name may resolve to a loopback address here; the others send their own addresses.
     host, port = tower.address
-    target = host if here != places[0] else next(filter(None, elsewhere), host)
+    target = answer["elsewhere"] or host if _place(own) == answer["place"] else host
     address = machine.address_towards(target, port)
     if address and (interface := machine.interface_of(address)):
         machine.listen_on(interface)
@@ -223,11 +259,9 @@ def _by_hosts(group: ProcessGroupCommunicator, options: CommunicationOptions) ->
 
     local: Communicator = Alone(group.device)
     reason = ""
-    for towers in hosts:
-        inside = group.among(towers)
-        if inside is not None and inside.size > 1:
-            shared = shared_memory.join(inside, options.timeout_seconds)
-            local, reason = (inside, shared) if isinstance(shared, str) else (shared, "")
+    if (inside := group.among([towers for towers in hosts if len(towers) > 1])) is not None:
+        shared = shared_memory.join(inside, options.timeout_seconds)
+        local, reason = (inside, shared) if isinstance(shared, str) else (shared, "")
     reasons = [text.decode() for text in group.all_gather_bytes(reason.encode())]
     if any(reasons):
         _log_reason(group.index, next(filter(None, reasons)))

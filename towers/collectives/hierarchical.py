@@ -162,10 +162,9 @@ class HierarchicalCommunicator(Communicator):
         self._host = next(number for number, towers in enumerate(hosts) if group.index in towers)
         self._local = local
         lanes = min(LANES, *map(len, hosts))
-        groups = [group.among([towers[lane] for towers in hosts]) for lane in range(lanes)]
-        self._across = groups[0]
-        self._groups = [lane for lane in groups if lane is not None]
-        self._crossing = Crossing(local, groups[local.index] if local.index < lanes else None, lanes, self.size)
+        self._lane = group.among([[towers[lane] for towers in hosts] for lane in range(lanes)])
+        self._across = self._lane if local.index == 0 else None
+        self._crossing = Crossing(local, self._lane, lanes, self.size)
 
     @in_step
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -231,5 +230,5 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         self._local.close()
-        for group in self._groups:
-            group.close()
+        if self._lane is not None:
+            self._lane.close()

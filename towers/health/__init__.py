@@ -16,8 +16,8 @@ a tower waits for a tower that is gone     a ``PeerLostError`` (``collectives/sh
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others through
                                            ``heartbeat.py``; the tower raises a ``CollectiveTimeoutError``
 a tower loops forever                      the same: a collective of the others passes its deadline (600 s)
-towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadlock`` publishes it; all of them raise a
-                                           ``DeadlockError`` in ``Health.check_deadlock``
+towers wait for each other in a cycle      the chief's ``Heartbeat._look_for_deadlock`` publishes it; all of them raise
+                                           a ``DeadlockError`` in ``Health.check_deadlock``
 a tower waits for a GPU's in another call  the same, by ``deadlock.find_different_calls``
 a step passes its deadline                 ``heartbeat._watch_steps`` reports a ``StepTimeoutError``, and ends the tower
 NCCL finds an error or a timeout           ``nccl.watch`` reports it and ends the process

@@ -1,10 +1,14 @@
 """Threads that run during training: heartbeats between towers through the store where they met, and a step's deadline.
 
-About once a second, every tower stores its heartbeat: its activity, and the collective it waits in. A tower that waits
-for another one until the deadline reads the other's heartbeat, and queries its stack. A thread with its own connection
-sends the heartbeats and answers. It ends when the store is gone. That costs the store two requests per tower and
-second. Towers send more requests only while they keep waiting, when the chief looks for deadlocks
+About once a second, every tower asks the store how often towers have reported that they keep waiting. If that has
+changed, it stores its heartbeat: its activity, and the collective it waits in. A tower that waits for another one until
+the deadline reads the other's heartbeat, and queries its stack. A thread with its own connection sends the heartbeats
+and answers. It ends when the store is gone. While towers keep waiting, the chief looks for deadlocks
 (:mod:`towers.health.deadlock`).
+
+[Note: requests of many towers] One request per tower and second is the only one as long as no tower keeps waiting. From
+:data:`PER_SECOND` towers on, the time between two requests of a tower grows with the number of towers, so the store
+never gets more than this number in a second.
 
 [Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
 its newest heartbeat stay the newest.
@@ -46,7 +50,10 @@ from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock, in_time, wait_until
 
 INTERVAL = 1.0
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats of up to :data:`PER_SECOND` towers."""
+
+PER_SECOND = 128
+"""The largest number of requests per second while no tower keeps waiting; see [Note: requests of many towers]."""
 
 _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
@@ -104,7 +111,10 @@ class Heartbeat:
             self._store = store.connect_again("health", _REQUEST)  # can be shared: no request waits for other towers
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
-        self._blocked = 0  # how often towers have reported that they keep waiting
+        self._blocked = -1  # how often towers have reported that they keep waiting
+        self._interval = INTERVAL * max(1.0, len(tower.names) / PER_SECOND)
+        self._fast = min(self._interval, _FAST * max(1.0, 4 * len(tower.names) / PER_SECOND))
+        self._late = 2 * (self._interval - INTERVAL)  # seconds by which an answer may be later than with few towers
         self._beats: dict[int, Beat] = {}
         self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat and its arrival
         self._host = socket.gethostname()
@@ -124,15 +134,25 @@ class Heartbeat:
         log.debug("tower %d has started its heartbeats", me)
         try:
             while (health := self._health()) is not None:
-                store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
-                asked = store.add(f"queries{me}", 0)
-                if asked > answered:
-                    store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
-                    answered = asked
-                hurries = self._look_for_deadlock(store, health)
+                waits, waited = health.waits, self._waited
+                self._waited = waits
+                keeps_waiting = waits is not None and waits == waited
+                before, self._blocked = self._blocked, store.add(_BLOCKED, int(keeps_waiting))
+                if is_watched := self._blocked != before:
+                    store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
+                    asked = store.add(f"queries{me}", 0)
+                    if asked > answered:
+                        store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
+                        answered = asked
+                if keeps_waiting:
+                    published = store.read(_DEADLOCK)
+                    health.deadlock = published["towers"] if published is not None else None
+                if me == 0 and before >= 0:
+                    self._look_for_deadlock(store, is_watched)
+                hurries = waits is not None or (me == 0 and is_watched)
                 del health
                 with contextlib.suppress(queue.Empty):
-                    if (call := self._calls.get(timeout=_FAST if hurries else INTERVAL)) is None:
+                    if (call := self._calls.get(timeout=self._fast if hurries else self._interval)) is None:
                         return
                     call(store)
         except (RuntimeError, OSError):  # the store has ended, with its host or at the job's end: no more queries
@@ -146,28 +166,11 @@ class Heartbeat:
         self._number += 1
         return Beat(self._number, status, health.begun(), health.waits, health.calls)
 
-    def _look_for_deadlock(self, store: SignedStore, health: Health) -> bool:
-        """Reports whether this tower keeps waiting, and reads whether that is a deadlock.
-
-        Returns whether to beat fast.
-        """
-        waits, waited = health.waits, self._waited
-        self._waited = waits
-        if waits is not None and waits == waited:
-            store.add(_BLOCKED, 1)
-            published = store.read(_DEADLOCK)
-            health.deadlock = published["towers"] if published is not None else None
-        return self._find_deadlock(store) if self._tower == 0 else waits is not None
-
-    def _find_deadlock(self, store: SignedStore) -> bool:
-        """Looks for a deadlock, as the chief does (see [Note: deadlocks]).
-
-        Returns whether some tower keeps waiting.
-        """
-        before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
-        if self._blocked == before:
+    def _look_for_deadlock(self, store: SignedStore, is_watched: bool) -> None:
+        """Looks for a deadlock, as the chief does while some tower keeps waiting (see [Note: deadlocks])."""
+        if not is_watched:
             self._beats = {}
-            return False
+            return
         messages = store.read_all([f"beat{tower}" for tower in self._towers])
         beats = {tower: Beat.from_json(message) for tower, message in enumerate(messages) if message is not None}
         cycle = deadlock.find_cycle(self._beats, beats)
@@ -175,7 +178,6 @@ class Heartbeat:
         if found is not None:
             store.write(_DEADLOCK, {"towers": found})
         self._beats = beats
-        return True
 
     # -- leaving -----------------------------------------------------------------------------------------
 
@@ -217,11 +219,29 @@ class Heartbeat:
         Args:
             stacks: whether to query their stacks, too; see [Note: towers that answer get time].
         """
+        self._refresh([tower for tower in towers if self._record.of_peer(tower) is None])
         peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
         return [dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, "")) for peer in peers]
+
+    def _refresh(self, towers: Sequence[int]) -> None:
+        """Lets towers send new heartbeats, and waits for these, at most as long as one takes."""
+
+        def has_new(tower: int) -> bool:
+            message = self._store.read(f"beat{tower}")
+            return message is not None and Beat.from_json(message).number > before.get(tower, 0)
+
+        def refresh() -> None:
+            beats = {tower: self._store.read(f"beat{tower}") for tower in towers}
+            before.update({tower: Beat.from_json(beat).number for tower, beat in beats.items() if beat is not None})
+            self._store.add(_BLOCKED, 1)
+            wait_until(lambda: all(map(has_new, towers)), self._interval + _MOMENT, pause=0.05)
+
+        before: dict[int, int] = {}
+        if towers:
+            in_time(self._interval + _STORE_SECONDS, refresh)
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
         by_store = in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
@@ -242,15 +262,18 @@ class Heartbeat:
         answers: dict[int, str] = {}
 
         def ask() -> None:
-            queries = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}
+            queries, again = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}, Deadline(0)
             while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
+                if again.has_passed():  # towers look for queries, and continue their heartbeats
+                    self._store.add(_BLOCKED, 1)
+                    again = Deadline(self._interval / 2)
                 for tower in living:
                     answer = self._store.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
                         answers[tower] = answer["stack"]
                 clock.sleep(0.05)
 
-        in_time(_LONGEST, ask)  # a store whose host is gone may never answer
+        in_time(_LONGEST + self._late, ask)  # a store whose host is gone may never answer
         return dict(answers)
 
     def _silence(self, tower: int, number: int) -> float:
@@ -273,7 +296,7 @@ class Heartbeat:
                 silent = self._silence(tower, beat.number)
                 host = "" if message["host"] == self._host else message["host"]
                 peers[tower] = PeerStatus(
-                    tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT
+                    tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT + self._late
                 )
         return peers
 

@@ -20,9 +20,9 @@ import hmac
 import ipaddress
 import json
 import os
+import secrets
 import socket
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,7 @@ OWNER = "towers/owner"
 TIMEOUT = timedelta(minutes=10)
 """The time for a store to answer."""
 
+_NOTHING = "\0"  # no message
 _ATTEMPTS = 20  # to publish a message under a key that others keep writing to
 
 
@@ -54,10 +55,15 @@ class OtherJobError(NotAMessageError):
     """The value is a message, but it was signed with another token, or for another key."""
 
 
+def new_nonce() -> str:
+    """Returns a text that no other message contains."""
+    return secrets.token_urlsafe(12)
+
+
 def sign(token: str, key: str, message: Message) -> str:
     """Returns ``message`` as it is stored under ``key``, with a nonce if it has none yet, and its HMAC signature."""
-    text = json.dumps({"nonce": uuid.uuid4().hex, **message})
-    return json.dumps({"message": text, "signature": _hmac(token, key, text)})
+    text = json.dumps({"nonce": new_nonce(), **message}, separators=(",", ":"))
+    return json.dumps({"message": text, "signature": _hmac(token, key, text)}, separators=(",", ":"))
 
 
 def verify(token: str, key: str, data: bytes) -> Message:
@@ -92,7 +98,8 @@ def _parse(text: str | bytes) -> Message:
 
 
 def _hmac(token: str, key: str, text: str) -> str:
-    return hmac.new(os.fsencode(token), json.dumps([key, text]).encode(), hashlib.sha256).hexdigest()
+    signature = hmac.new(os.fsencode(token), json.dumps([key, text]).encode(), hashlib.sha256).hexdigest()
+    return signature[:32]  # 128 bits, as RFC 4868 truncates it
 
 
 class SignedStore:
@@ -115,13 +122,24 @@ class SignedStore:
         """Stores ``message`` under ``key``, and replaces any previous value."""
         self.store.set(key, sign(self._token, key, message))
 
+    def write_all(self, messages: Mapping[str, Message]) -> None:
+        """Stores messages under their keys, in one request if the store can."""
+        signed = {key: sign(self._token, key, message) for key, message in messages.items()}
+        if signed and self.store.has_extended_api():  # type: ignore[attr-defined]
+            self.store.multi_set(list(signed), list(signed.values()))  # type: ignore[attr-defined]
+        else:
+            for key, text in signed.items():
+                self.store.set(key, text)
+
     def read(self, key: str) -> Message | None:
-        """Returns the message under ``key``, or None if there is none of this job."""
-        return self._verified(key, self.store.get(key)) if self.store.check([key]) else None
+        """Returns the message under ``key``, or None if there is none of this job, with one request."""
+        # A comparison with a value that is not stored returns the value that is (get and check need three requests).
+        data = self.store.compare_set(key, _NOTHING, _NOTHING)
+        return None if data == _NOTHING.encode() else self._verified(key, data)
 
     def read_all(self, keys: list[str]) -> list[Message | None]:
         """Returns the result of :meth:`read` for each of ``keys``, in one request; empty while one is not stored."""
-        if not self.store.check(keys):
+        if not keys or not self.store.check(keys):
             return []
         return [self._verified(key, data) for key, data in zip(keys, self.store.multi_get(keys), strict=True)]
 

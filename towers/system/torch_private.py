@@ -251,6 +251,14 @@ def default_store() -> dist.Store:
     return store
 
 
+def count_of_groups() -> int:
+    """Returns the number of this process's groups, which c10d puts into the name of a group that its ranks make alone.
+
+    If it differs between them, they wait for each other in groups of different names. No public name tells it.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Returns the object that runs a group's collectives on a device, which for NCCL reports errors."""
     return group._get_backend(device)

@@ -93,12 +93,12 @@ class WorkersRendezvous(Rendezvous):
             StartupError: the job does not end in time.
         """
         job, agents = self._job, PrefixStore("workers/0", tcp)
-        if not agents.check([f"worker/{job.worker}", "worker/confirmed0"]):
+        if not agents.check([f"worker/{job.worker}", "worker/met"]):
             return False
         try:
             replace_worker(agents, self._token, job.worker, job.worker)
             while not deadline.has_passed():
-                agents.check(["worker/confirmed0"])
+                agents.check(["worker/met"])
                 clock.sleep(_PAUSE)
         except TowersError:
             raise
@@ -137,9 +137,9 @@ class WorkersRendezvous(Rendezvous):
             names = [job.addresses[member] for member in self.members]
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
             try:
-                given = {"addresses": list(job.addresses), "origin": job.origin, "restarts": bool(job.restarts)}
-                message = {**given, "keepalive": self._keepalive_name}
-                worker.handshake(info.store, message, compare_clusters, self.lost)
+                message = {"origin": job.origin, "keepalive": self._keepalive_name}
+                terms = {"addresses": list(job.addresses), "restarts": bool(job.restarts)}
+                worker.handshake(info.store, message, terms, compare_clusters, lost=self.lost)
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
         log.debug("worker %d of %d has joined the others at %s:%d", job.worker, job.workers, tcp.host, tcp.port)
