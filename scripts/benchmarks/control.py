@@ -6,7 +6,8 @@ and out of the store, and "seconds" pass from the release of all processes until
 cores, most of them are the computing time of N processes. Medians of the turns are printed.
 
 "heartbeats" are the requests per second of all processes while they train and no tower keeps waiting, and "one waits"
-those while one of them does, counted over several intervals of a heartbeat.
+those while one of them does, counted over several intervals of a heartbeat. "reduce" is the time of a ``reduce`` of a
+number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import command
 import torch
 from torch.distributed import Store, TCPStore
 
-from towers.collectives import connecting
+from towers.collectives import connecting, values
+from towers.collectives.process_group import join_default_group
 from towers.health import heartbeat
 from towers.health.heartbeat import Heartbeat
 from towers.health.status import Health, Wait
@@ -37,6 +39,7 @@ from towers.system import machine
 TOKEN = "scripts/bench control"
 HOST_TOWERS = 8  # towers of a simulated host
 _PATIENCE = timedelta(minutes=10)
+_MOST_CONNECTED = 256
 
 
 @dataclass
@@ -182,12 +185,31 @@ def _requests_of_heartbeats(size: int, *, waits: bool) -> float:
     return sum(in_forks(size, lambda index: _beat(index, size, store.port, waits))[1])
 
 
+def _reduce(index: int, size: int, port: int) -> float:
+    """Seconds of a reduced number, between processes that Gloo connects."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False, _PATIENCE)
+    comm = join_default_group(store, index, size, torch.device("cpu"), "gloo", _PATIENCE, "same")
+    times = []
+    for _ in range(20):
+        started = time.monotonic()
+        values.reduce(comm, "sum", 1.0)
+        times.append(time.monotonic() - started)
+    comm.barrier()
+    return statistics.median(times)
+
+
+def _seconds_of_reduce(size: int) -> float:
+    store: Any = serve_store("127.0.0.1", 0, "scripts/bench control", TOKEN)
+    return statistics.median(in_forks(size, lambda index: _reduce(index, size, store.port))[1])
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = command.parser("control", __doc__, turns=3, towers=None)
     parser.add_argument("--sizes", default="8,32,64,128,256,1024", help="numbers of towers, comma-separated")
     options = parser.parse_args(arguments)
     head = f"{'towers':>7}{'hosts':>7}{'seconds':>9}{'requests':>10}{'the most':>10}{'bytes':>12}"
-    print(f"{head}{'heartbeats':>12}{'one waits':>11}")
+    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}")
     for size in map(int, options.sizes.split(",")):
         turns = [_measured_start(size) for _ in range(options.turns)]
         seconds = statistics.median(turn[0] for turn in turns)
@@ -197,4 +219,5 @@ def main(arguments: Sequence[str]) -> None:
         mean = statistics.mean(requests)
         calm, watched = (_requests_of_heartbeats(size, waits=waits) for waits in (False, True))
         row = f"{size:>7}{hosts:>7}{seconds:>9.2f}{mean:>10.1f}{max(requests[1:]):>10}{count:>12,}"
-        print(f"{row}{calm:>12.0f}{watched:>11.0f}", flush=True)
+        reduced = f"{1000 * _seconds_of_reduce(size):.2f}" if size <= _MOST_CONNECTED else ""
+        print(f"{row}{calm:>12.0f}{watched:>11.0f}{reduced:>12}", flush=True)

@@ -58,12 +58,16 @@ def announce_with_body(
         ValueError: some tower has another ``error``.
     """
     header = {"call": call, "details": details, "error": error and [type(error).__name__, str(error)]}
+    description = json.dumps(header, default=str).encode()
     with comm.health.at(call):
-        messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
+        messages = comm.all_gather_messages(description, body)
+    if error is None and all(other is description for other, _ in messages):
+        details = None if details is None else json.loads(description)["details"]
+        return [Announcement(details, body) for _, body in messages]
     try:
-        headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
+        headers = [json.loads(other) for other, _ in messages]
     except ValueError:  # the message of a collective that is not announced
-        others = [tower for tower, message in enumerate(messages) if not message.startswith(b'{"call"')]
+        others = [tower for tower, (other, _) in enumerate(messages) if not other.startswith(b'{"call"')]
         whose = name_towers(others) if others else "another tower"
         raise DisagreementError(
             f"the towers made different calls: tower {comm.index} {call}, and {whose} something else; every tower "
@@ -80,10 +84,7 @@ def announce_with_body(
                 f"the towers made different calls: tower {tower} {other['call']}, tower 0 {headers[0]['call']}; "
                 f"every tower must make the same calls in the same order. {DECIDE_TOGETHER}"
             )
-    return [
-        Announcement(other["details"], message[message.index(b"\0") + 1 :])
-        for other, message in zip(headers, messages, strict=True)
-    ]
+    return [Announcement(other["details"], body) for other, (_, body) in zip(headers, messages, strict=True)]
 
 
 def digest_of(value: Any) -> str:

@@ -1,11 +1,17 @@
-"""Collectives: the interface of all ways of communicating."""
+"""Collectives: the interface of all ways of communicating.
+
+[Note: short messages] Towers that make the same call have the same description of it, so they only send a digest. Few
+towers gather it, together with small values. With more towers, gathering takes too many messages, and so they reduce
+the digest and its opposite with max: if all are equal, so are the maxima. Descriptions are gathered if they differ.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
-import sys
+import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,6 +32,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _MESSAGE = 0x6D65 << 48  # the high bits of messages' lengths, which numbers of other collectives do not have
+_HEADER = struct.Struct("=qi12s")  # the length of a tower's own part, and the length and digest of the common part
+_LENGTHS = struct.Struct("=qq")
+
+INLINE = 128
+"""Bytes of a tower's own part that are sent with the digest."""
+
+FEW = 32
+"""The largest number of towers that send short messages to all others, instead of reducing their digests."""
 
 
 class Shared(Protocol):
@@ -273,23 +287,71 @@ class Communicator(PeerGroup):
     def channel(self) -> Communicator:
         """Returns a second communicator of the same towers, whose collectives never mix with this one's."""
 
-    @in_step
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Returns every tower's ``data``, in tower order; lengths may differ. It needs CPU memory only.
+        """Returns every tower's ``data``, in tower order; lengths may differ. It needs CPU memory only."""
+        return [own for _, own in self.all_gather_messages(b"", data)]
 
-        It takes one collective if all are at most 248 bytes long, otherwise two.
+    @property
+    def are_few(self) -> bool:
+        """Whether towers send short messages to all others; see [Note: short messages]."""
+        return self.size <= FEW
+
+    @in_step
+    def all_gather_messages(self, common: bytes, own: bytes) -> list[tuple[bytes, bytes]]:
+        """Returns every tower's message, in tower order: a part that usually is the same on all towers, and its own.
+
+        If the common parts are the same, and the others at most :data:`INLINE` bytes long (empty with more than
+        :data:`FEW` towers), it takes one collective, otherwise two; see [Note: short messages].
         """
-        short = 248
-        header = (_MESSAGE + len(data)).to_bytes(8, sys.byteorder)
-        packets = self.all_gather(from_bytes(header + data[:short].ljust(short, b"\0")))
-        lengths = [int(row[:8].view(torch.int64)[0]) - _MESSAGE for row in packets]
+        digest = hashlib.blake2b(common, digest_size=12).digest()
+        if self.are_few:
+            return self._gather_rows(common, own, digest)
+        words = [int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
+        found = torch.tensor([*words, *(-word for word in words), _MESSAGE, -_MESSAGE, len(common), len(own)])
+        self.all_reduce(found, "max")
+        first, second, first_opposite, second_opposite, kind, opposite, longest_common, longest = found.tolist()
+        if (kind, opposite) != (_MESSAGE, -_MESSAGE):
+            raise self._other_collective()
+        if (first, second) != (-first_opposite, -second_opposite):
+            return self._gather_packets(common, own, longest_common + longest)
+        if longest:
+            return [(common, each) for _, each in self._gather_packets(b"", own, longest)]
+        return [(common, b"")] * self.size
+
+    def _gather_rows(self, common: bytes, own: bytes, digest: bytes) -> list[tuple[bytes, bytes]]:
+        row = _HEADER.pack(_MESSAGE + len(own), len(common), digest) + own[:INLINE].ljust(INLINE, b"\0")
+        gathered = self.all_gather(from_bytes(row)).numpy().tobytes()
+        rows = [gathered[at : at + len(row)] for at in range(0, len(gathered), len(row))]
+        headers = [_HEADER.unpack_from(each) for each in rows]
+        lengths = [number - _MESSAGE for number, _, _ in headers]
         if not all(0 <= length < 1 << 40 for length in lengths):
-            raise TowersError(f"another tower is in another collective than {self.towers[self.index]}")
-        if max(lengths) > short:
-            long = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-            long[: len(data)] = from_bytes(data)
-            return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(long), lengths, strict=True)]
-        return [row[8 : 8 + n].numpy().tobytes() for row, n in zip(packets, lengths, strict=True)]
+            raise self._other_collective()
+        if all(header[1:] == headers[0][1:] for header in headers):
+            if max(lengths) <= INLINE:
+                at = _HEADER.size
+                return [(common, each[at : at + length]) for each, length in zip(rows, lengths, strict=True)]
+            return [(common, each) for _, each in self._gather_packets(b"", own, max(lengths))]
+        longest = max(length + header[1] for length, header in zip(lengths, headers, strict=True))
+        return self._gather_packets(common, own, longest)
+
+    def _gather_packets(self, common: bytes, own: bytes, longest: int) -> list[tuple[bytes, bytes]]:
+        """Returns all towers' messages.
+
+        Args:
+            longest: the largest length of one, at least.
+        """
+        packet = _LENGTHS.pack(len(common), len(own)) + common + own
+        rows = self.all_gather(from_bytes(packet.ljust(_LENGTHS.size + longest, b"\0")))
+        messages = []
+        for row in rows:
+            data = row.numpy().tobytes()
+            first, second = _LENGTHS.unpack_from(data)
+            middle = _LENGTHS.size + first
+            messages.append((data[_LENGTHS.size : middle], data[middle : middle + second]))
+        return messages
+
+    def _other_collective(self) -> TowersError:
+        return TowersError(f"another tower is in another collective than {self.towers[self.index]}")
 
     def barrier(self) -> None:
         """Waits until all towers have called it."""

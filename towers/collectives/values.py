@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from towers.collectives.agreement import RepeatedCalls, announce_with_body
-from towers.collectives.communicator import Communicator, InStep, as_bytes, from_bytes
+from towers.collectives.communicator import INLINE, Communicator, InStep, as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
 
 Axis = int | tuple[int, ...] | None
 
 OPERATIONS = ("sum", "mean", "min", "max", "prod")
-
-_INLINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -304,8 +302,8 @@ def _announce_leaves(
     try:
         leaves = [to_leaf(value) for value in trees.leaves(tree)]
         details["leaves"] = [describe(leaf.tensor) for leaf in leaves]
-        small = local is not None and all(tensor.device.type == "cpu" for tensor in local)
-        if small and sum(tensor.nbytes for tensor in local or ()) <= _INLINE_BYTES:
+        small = local is not None and comm.are_few and all(tensor.device.type == "cpu" for tensor in local)
+        if small and sum(tensor.nbytes for tensor in local or ()) <= INLINE:
             body = b"".join(as_bytes(tensor).numpy().tobytes() for tensor in local or ())
             details["inline"] = True
     except Exception as error:
