@@ -457,7 +457,7 @@ class _Chief(_Handshake):
             found.extend([terms["terms"]] if terms is not None and terms.get("to") == self._nonce else [])
             return bool(found)
 
-        if not wait_until(has_answered, _OTHERS_SECONDS):
+        if not wait_until(has_answered, _OTHERS_SECONDS + self._longest):
             self._fail_without({index: _ENDED})
         return {**message, **found[0]}
 
@@ -499,7 +499,9 @@ class _Follower(_Handshake):
             if late:
                 first = self._store.publish(self._key("late"), {"nonce": self._nonce})
                 if first["nonce"] != self._nonce:  # one process looks for the missing ones
-                    wait_until(lambda: self._store.read(self._key("result")) is not None, _OTHERS_SECONDS)
+                    wait_until(
+                        lambda: self._store.read(self._key("result")) is not None, _OTHERS_SECONDS + self._longest
+                    )
                     self._check_result()
                 self._fail_without(self._missing())
             self._sleep()
