@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.handshakes import KEYS, TOKEN, TOWER, both_meet, join, meet, serve, together, tower
 from tests.support.jobs import ROOT
 from tests.support.processes import family
-from tests.support.programs import end_of, run_program, start_program
+from tests.support.programs import end_of, run_program, start_function, start_program
 from tests.support.sockets import listening
 from tests.support.waiting import HANG
 from towers import HandshakeError, StartupError
@@ -219,3 +220,20 @@ def test_options_that_differ_are_named() -> None:
         "different communication options: {'timeout_seconds': 2} on tower 1 (on h), {'timeout_seconds': 1} on tower 0 "
         "(on h)"
     )
+
+
+def serve_for_many(limit: int, count: int) -> None:
+    """Prints how many files this process may open before and while it serves the store of ``count`` towers."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    names = tuple(f"rank {i}" for i in range(count))
+    store = tower(0, chief_serves=True, port=free_port(), names=names).open_store()
+    print(store.check([]), *resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+
+
+@pytest.mark.parametrize("count", [2, 1500])
+def test_who_serves_the_store_may_have_a_connection_to_every_tower(count: int) -> None:
+    output, _ = start_function(serve_for_many, 1100, count).communicate()
+    _, soft, now, hard = output.split()
+    assert now == hard
+    assert int(soft) == (1100 if count == 2 else min(1000 + 3 * count, int(hard)))

@@ -45,6 +45,10 @@ Facts = Callable[[Sequence[Message]], Message]
 """The messages of all processes, in order → what all of them must know."""
 
 _ABSENT = object()
+
+FILES, CONNECTIONS = 1000, 3
+"""Open files of a process that serves the store: its own, and the connections of each process that meets there."""
+
 _FIRST_LOOK, _LATER_LOOKS = 0.005, 0.2  # seconds until the first look for an answer; the longest time between two
 _LOOKS = 4  # looks for the chief before the message is written; looks for an answer before one for all else
 _LOOKS_PER_PROCESS = 0.001  # seconds by which looks are later for each process
@@ -164,6 +168,7 @@ class Participant:
         return store
 
     def _serve(self, others: Sequence[str]) -> TCPStore:
+        machine.allow_files(FILES + CONNECTIONS * len(self.names))
         earlier: Deadline | None = None
         while True:
             try:

@@ -15,6 +15,7 @@ import ctypes
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +56,14 @@ def network_identity() -> str:
 def identity(host: str, port: int) -> dict[str, str | None]:
     """Returns this machine for comparisons: ``machine``, ``network`` and its own ``address`` on the way to ``host``."""
     return {"machine": host_identity(), "network": network_identity(), "address": address_towards(host, port)}
+
+
+def allow_files(count: int) -> None:
+    """Lets this process have so many open files and connections, if it may; often, 1,024 are allowed at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def cores() -> int:

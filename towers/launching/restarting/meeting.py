@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from towers.errors import StartupError, TowersError
-from towers.joining.participant import Participant
+from towers.joining.participant import CONNECTIONS, FILES, Participant
 from towers.joining.store import Message, SignedStore, listen
 from towers.launching.job import Job
 from towers.launching.restarting.keepalive import KeepaliveConnection, KeepaliveServer
@@ -117,6 +117,8 @@ class WorkersRendezvous(Rendezvous):
         """Returns the store, which the chief serves and the others join within ``seconds``."""
         if self._worker.serves and self._tcp is not None:
             return self._tcp
+        if self._worker.serves:
+            machine.allow_files(FILES + CONNECTIONS * self._job.workers * (self._job.towers + 1))
         hosts = [split_address(address)[0] for address in self._job.addresses[1:]]
         self._tcp = dataclasses.replace(self._worker, seconds=seconds).open_store(hosts)
         if self._worker.serves and not machine.is_reached_at(*self._worker.address):
