@@ -237,7 +237,7 @@ MECHANISMS = [
 def outcome(folder: pathlib.Path, tests: list[str]) -> tuple[int, float]:
     """Pytest's exit code for the tests in a copy of the repository (1: some fail), and the seconds that they took."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    variables = {**os.environ, "PYTHONPATH": str(folder)}
+    variables = {**os.environ, "PYTHONPATH": str(folder), "TESTS_LONGEST": "1"}  # hanging tests may be busy
     started = time.monotonic()
     ended = subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=False)
     return ended.returncode, time.monotonic() - started
