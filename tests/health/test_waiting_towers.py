@@ -63,7 +63,9 @@ def test_a_stopped_tower_that_another_one_wakes_is_said_to_have_been_silent() ->
         towers(wait_for_a_stopped_tower, count=3)
 
 
-def wait_for_a_slow_tower(strategy: mirrored.Strategy, impatient: tuple[int, ...] = (0, 2)) -> None:
+def wait_for_a_slow_tower(strategy: mirrored.Strategy, all_asked: int, impatient: tuple[int, ...] = (0, 2)) -> None:
+    """More towers than ``all_asked`` are not all asked for their stacks."""
+    heartbeat._ALL_ASKED = all_asked
     with strategy.scope():
         weight = torch.nn.Linear(2, 1)
     slow = torch.ones(3, 2, requires_grad=True)
@@ -84,20 +86,22 @@ def wait_for_a_slow_tower(strategy: mirrored.Strategy, impatient: tuple[int, ...
     strategy.run(step)
 
 
+@pytest.mark.parametrize("all_asked", [16, 1])
 @pytest.mark.parametrize("way", ["shared memory", "gloo"])
-def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str) -> None:
+def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str, all_asked: int) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        towers(wait_for_a_slow_tower, count=3, settings=SETTINGS[way])
+        towers(wait_for_a_slow_tower, all_asked, count=3, settings=SETTINGS[way])
     text = str(caught.value)
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 
-def test_a_slow_tower_is_named_by_towers_that_wait_for_others_which_wait_for_it() -> None:
+@pytest.mark.parametrize("all_asked", [16, 1])
+def test_a_slow_tower_is_named_by_towers_that_wait_for_others_which_wait_for_it(all_asked: int) -> None:
     """On hosts of two and three towers, tower 4 waits for tower 2, which waits for the other host's tower 0."""
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        towers(wait_for_a_slow_tower, (4,), count=5, hosts="aabbb")
+        towers(wait_for_a_slow_tower, all_asked, (4,), count=5, hosts="aabbb")
     text = str(caught.value)
     assert re.search(r"tower 4 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]

@@ -42,7 +42,7 @@ from torch.distributed import Store
 from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
 from towers.health.deadlock import Beat
-from towers.health.status import AVERAGING, Health, PeerStatus, StatusRecord, Wait
+from towers.health.status import AVERAGING, Health, PeerStatus, Status, StatusRecord, Wait
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.participant import Participant
 from towers.joining.store import Message, SignedStore
@@ -65,6 +65,7 @@ _LONGEST = 30.0  # the same if its process can run; and the time for a running t
 _REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat's own thread, also at exit
 _STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
 _SERVING = 5.0  # seconds that a process which serves the store waits for others that also end
+_ALL_ASKED = 16  # towers that are all asked for their stacks
 _FRAMES = 12  # the innermost frames of a stack
 _HEAD_START = 3.0  # seconds by which waiting towers report later than others if a step takes too long
 
@@ -213,33 +214,47 @@ class Heartbeat:
         """Returns all towers but this one."""
         return [tower for tower in self._towers if tower != self._tower]
 
-    def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
+    def query(
+        self, towers: Sequence[int], *, stacks: bool, explains: Callable[[Status], bool] = lambda status: True
+    ) -> list[PeerStatus]:
         """Returns the known state of other towers.
 
         Args:
             stacks: whether to query their stacks, too; see [Note: towers that answer get time].
+            explains: returns whether an activity may be the reason for the query. Of many towers, only those are asked
+                for their stacks that are in such an activity, or whose heartbeat is late.
         """
         self._refresh([tower for tower in towers if self._record.of_peer(tower) is None])
         peers = self._peers(towers)
-        asked = [peer.tower for peer in peers if peer.lives] if stacks else []
+        many = len(towers) > _ALL_ASKED
+        asked = [p.tower for p in peers if stacks and p.lives and (not many or self._may_explain(p, explains))]
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
-        return [dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, "")) for peer in peers]
+        return [
+            dataclasses.replace(
+                now.get(peer.tower, peer), stack=answers.get(peer.tower, ""), asked=peer.tower in set(asked)
+            )
+            for peer in peers
+        ]
+
+    def _may_explain(self, peer: PeerStatus, explains: Callable[[Status], bool]) -> bool:
+        record = self._record.of_peer(peer.tower)
+        is_late = peer.silent > self._interval + _MOMENT or (record is not None and not record.process_can_run())
+        return peer.status is None or is_late or explains(peer.status)
 
     def _refresh(self, towers: Sequence[int]) -> None:
         """Lets towers send new heartbeats, and waits for these, at most as long as one takes."""
 
-        def has_new(tower: int) -> bool:
-            message = self._store.read(f"beat{tower}")
-            return message is not None and Beat.from_json(message).number > before.get(tower, 0)
-
         def refresh() -> None:
-            beats = {tower: self._store.read(f"beat{tower}") for tower in towers}
-            before.update({tower: Beat.from_json(beat).number for tower, beat in beats.items() if beat is not None})
+            before = {tower: message["number"] for tower, message in self._beats_of(towers).items()}
             self._store.add(_BLOCKED, 1)
-            wait_until(lambda: all(map(has_new, towers)), self._interval + _MOMENT, pause=0.05)
 
-        before: dict[int, int] = {}
+            def all_have_new() -> bool:
+                now = self._beats_of(towers)
+                return len(now) == len(towers) and all(now[each]["number"] > before.get(each, 0) for each in now)
+
+            wait_until(all_have_new, self._interval + _MOMENT, pause=self._fast / 4)
+
         if towers:
             in_time(self._interval + _STORE_SECONDS, refresh)
 
@@ -290,15 +305,20 @@ class Heartbeat:
 
     def _read_beats(self, towers: Sequence[int]) -> dict[int, PeerStatus]:
         peers: dict[int, PeerStatus] = {}
-        for tower in towers:
-            if (message := self._store.read(f"beat{tower}")) is not None:
-                beat = Beat.from_json(message)
-                silent = self._silence(tower, beat.number)
-                host = "" if message["host"] == self._host else message["host"]
-                peers[tower] = PeerStatus(
-                    tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT + self._late
-                )
+        for tower, message in self._beats_of(towers).items():
+            beat = Beat.from_json(message)
+            silent = self._silence(tower, beat.number)
+            host = "" if message["host"] == self._host else message["host"]
+            peers[tower] = PeerStatus(
+                tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT + self._late
+            )
         return peers
+
+    def _beats_of(self, towers: Sequence[int]) -> dict[int, Message]:
+        """Returns the heartbeats in the store, by tower; with one request if all are there."""
+        messages = self._store.read_all([f"beat{tower}" for tower in towers])
+        messages = messages or [self._store.read(f"beat{tower}") for tower in towers]
+        return {tower: message for tower, message in zip(towers, messages, strict=True) if message is not None}
 
 
 def _stopped(records: Mapping[int, StatusRecord]) -> set[int]:

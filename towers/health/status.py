@@ -137,6 +137,7 @@ class PeerStatus:
             has watched counts, because the clocks of hosts differ.
         stack: its main thread's stack, if it has answered a query.
         silence_limit: the number of silent seconds after which it counts as gone.
+        asked: whether it was asked for its stack.
     """
 
     tower: int
@@ -146,6 +147,7 @@ class PeerStatus:
     silent: float = 0.0
     stack: str = ""
     silence_limit: float = math.inf
+    asked: bool = False
 
     @property
     def lives(self) -> bool:
@@ -170,8 +172,10 @@ class Peers(Protocol):
     def others(self) -> list[int]:
         """Returns all towers but this one."""
 
-    def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
-        """Returns the known state of other towers, with their answers if ``stacks`` is set."""
+    def query(
+        self, towers: Sequence[int], *, stacks: bool, explains: Callable[[Status], bool] = lambda status: True
+    ) -> list[PeerStatus]:
+        """Returns the known state of other towers; see :meth:`towers.health.heartbeat.Heartbeat.query`."""
 
     def leave(self, name: str, message: Message) -> list[Message] | None:
         """Stores a last message under ``name``, and returns all towers' messages if this tower's is the last one."""

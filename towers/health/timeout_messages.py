@@ -38,7 +38,8 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
     def is_here(other: Status) -> bool:
         return (other.run, other.phase, other.call) == (own.run, own.phase, own.call)
 
-    peers = health.heartbeat.query(health.heartbeat.others(), stacks=stacks)
+    others = health.heartbeat.others()
+    peers = health.heartbeat.query(others, stacks=stacks, explains=lambda status: not is_here(status))
     return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
 
 
@@ -46,7 +47,8 @@ def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostErr
     """Returns the error of ``tower``, which has lost its connection to some other tower."""
     silent: list[PeerStatus] = []
     if health.heartbeat is not None:
-        silent = [peer for peer in health.heartbeat.query(health.heartbeat.others(), stacks=True) if not peer.stack]
+        peers = health.heartbeat.query(health.heartbeat.others(), stacks=True, explains=lambda status: False)
+        silent = [peer for peer in peers if not peer.lives or (peer.asked and not peer.stack)]
     reason = (str(error).splitlines() or [""])[0]
     listing = f"; {listed(silent)}" if silent else ""
     return PeerLostError(f"tower {tower} lost its connection to another tower in a collective ({reason}){listing}")
