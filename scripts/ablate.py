@@ -115,7 +115,7 @@ MECHANISMS = [
         "failure broadcast",
         "a tower of another worker fails",
         "towers/launching/supervising/failure_broadcast.py",
-        "            self._ask(lambda store: store.publish(_FAILURE, message))",
+        "            self._ask(lambda store: (store.publish(_FAILURE, message), store.add(_NEWS, 1)))",
         "            pass",
         "tests/health/test_failing_towers.py::test_every_worker_names_the_tower_that_failed_first",
     ),

@@ -31,9 +31,11 @@ from towers.system.timeouts import clock, in_time, wait_until
 
 _PREFIX = "towers/failures"
 _FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES, _JOINS = "failure", "ended", "known", "asked", "lives", "joins"
+_NEWS = "news"  # how often one of the keys that agents look for was written, so that they look for one number only
 _ANSWER_SECONDS = 5.0  # the time in which a worker's running agent answers another one
 _INTERVAL = 0.5  # seconds between two reads, at most
 _INTERVAL_PER_WORKER = 0.05  # the same per worker of the job: up to ten workers together read twenty times a second
+_PER_SECOND = 128  # the largest number of reads of all workers together
 _SECONDS = 1.5  # for the store to answer, and for the others to read a published message
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
     """
     signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
     signed.write(f"{_ASKED}{place}", {})
+    signed.add(_NEWS, 1)
     answers, ends = (f"{_LIVES}{place}", _FAILURE), f"{_ENDED}{place}"
     wait_until(lambda: any(signed.read(key) is not None for key in (*answers, ends)), _ANSWER_SECONDS, _INTERVAL / 2)
     if signed.read(ends) is not None:
@@ -65,6 +68,7 @@ def replace_worker(store: Store, token: str, place: int, worker: int) -> bool:
         )
     sentence = f"worker {worker} was started again, on {socket.gethostname()}"
     signed.publish(_FAILURE, {"sentence": sentence, "kind": sentence})
+    signed.add(_NEWS, 1)
     return True
 
 
@@ -74,7 +78,9 @@ def ask_to_join(store: Store, token: str, worker: int) -> None:
     Args:
         store: of this attempt.
     """
-    SignedStore(store, token).connect_again(_PREFIX, TIMEOUT).publish(_JOINS, {"worker": worker})
+    signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
+    signed.publish(_JOINS, {"worker": worker})
+    signed.add(_NEWS, 1)
 
 
 class FailureBroadcast(Broadcast):
@@ -93,6 +99,7 @@ class FailureBroadcast(Broadcast):
         self._joinable, self._token = joinable, token
         self._store: Future[SignedStore] | None = None  # its own connection
         self._worker, self._workers = 0, 1
+        self._interval = _INTERVAL
         self._knows = False  # whether it has read how the job ended, and the others should read it, too
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
@@ -101,17 +108,20 @@ class FailureBroadcast(Broadcast):
             return
         self._store = connected = Future[SignedStore]()
         self._worker, self._workers = worker, workers
-        interval = min(_INTERVAL, _INTERVAL_PER_WORKER * workers)
+        self._interval = max(min(_INTERVAL, _INTERVAL_PER_WORKER * workers), workers / _PER_SECOND)
 
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
-                signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
+                signed, news = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT), -1
                 connected.set_result(signed)
-                while (message := signed.read(_FAILURE)) is None:
-                    if signed.read(f"{_ASKED}{worker}") is not None:
-                        signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
-                    self.joins = self._joinable and signed.read(_JOINS) is not None
-                    clock.sleep(interval)
+                while True:
+                    if news != (news := signed.add(_NEWS, 0)):
+                        if (message := signed.read(_FAILURE)) is not None:
+                            break
+                        if signed.read(f"{_ASKED}{worker}") is not None:
+                            signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
+                        self.joins = self._joinable and signed.read(_JOINS) is not None
+                    clock.sleep(self._interval)
                 in_time(_SECONDS, lambda: self._acknowledge(signed))
                 self.received = Failed(printable(message.get("sentence")), printable(message.get("kind")))
 
@@ -139,8 +149,8 @@ class FailureBroadcast(Broadcast):
         failed = failed or self._await_failure() or next((Failed(end, end) for end in self.ends()), None)
         if failed is not None and self._store is not None and self.received is None:
             message = dataclasses.asdict(failed)
-            self._ask(lambda store: store.publish(_FAILURE, message))
-            wait_until(lambda: self.received is not None, _SECONDS)
+            self._ask(lambda store: (store.publish(_FAILURE, message), store.add(_NEWS, 1)))
+            wait_until(lambda: self.received is not None, _SECONDS + self._interval)
         return self.received or failed
 
     def miss(self, sentence: str) -> None:
@@ -157,7 +167,7 @@ class FailureBroadcast(Broadcast):
 
     def _await_failure(self) -> Failed | None:
         """Returns the first failure that another worker publishes, or None if none does within a moment."""
-        wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
+        wait_until(lambda: self._store is None or self.received is not None, _SECONDS + self._interval)
         return self.received
 
     def ends(self) -> list[str]:
@@ -168,12 +178,16 @@ class FailureBroadcast(Broadcast):
 
     def await_ends(self, sentence: str, seconds: float) -> None:
         self._ask(lambda store: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
-        others = self._workers - 1
-        wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
+        keys = [f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker]
+
+        def have_ended() -> bool:
+            return not keys or bool(self._ask(lambda store: store.read_all(keys)))
+
+        wait_until(lambda: self.received is not None or have_ended(), seconds, pause=self._interval / 2)
         if self.received is None:
             self._ask(self._acknowledge)
 
     def leave(self) -> None:
         if self._knows and self._worker == 0:
             keys = [f"{_KNOWN}{worker}" for worker in range(self._workers)]
-            wait_until(lambda: bool(self._ask(lambda store: store.read_all(keys))), _SECONDS)
+            wait_until(lambda: bool(self._ask(lambda store: store.read_all(keys))), _SECONDS + self._interval)
