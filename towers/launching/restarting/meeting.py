@@ -48,7 +48,7 @@ _ATTEMPT, _KEEPALIVE, _PRESENT = "towers/attempt", "towers/keepalive", "towers/p
 
 _READ_SECONDS = 10.0
 
-_PAUSE = 0.1
+_PAUSE, _PAUSE_PER_WORKER = 0.1, 0.006  # seconds between two looks, at least
 
 log = get_logger("towers")
 
@@ -60,6 +60,7 @@ class WorkersRendezvous(Rendezvous):
         super().__init__(job, token)
         self._doubt = ""  # why other workers may not find the chief, as a sentence
         self._keepalive_name = ""  # of this worker's keepalive connection to the chief, if it has one
+        self._pause = max(_PAUSE, _PAUSE_PER_WORKER * job.workers)
         self._worker = Participant(
             kind="worker",
             index=job.worker,
@@ -99,7 +100,7 @@ class WorkersRendezvous(Rendezvous):
             replace_worker(agents, self._token, job.worker, job.worker)
             while not deadline.has_passed():
                 agents.check(["worker/met"])
-                clock.sleep(_PAUSE)
+                clock.sleep(self._pause)
         except TowersError:
             raise
         except RuntimeError:  # of torch's store: the process that served it has ended
@@ -234,7 +235,7 @@ class ChiefRendezvous(WorkersRendezvous):
         self._gone = set(self._keepalive_server.lost())
         if job.min_towers is not None:
             everybody = list(range(job.workers))
-            wait_until(lambda: self._present(tcp) == everybody, deadline.remaining(), _PAUSE)
+            wait_until(lambda: self._present(tcp) == everybody, deadline.remaining(), self._pause)
             present = self._present(tcp)
             self.members = choose_members(job, present)
             if not self.members:
@@ -360,7 +361,7 @@ class FollowerRendezvous(WorkersRendezvous):
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 if has_seen_job:
                     raise JobEndedError(printable(message["end"]), int(message["code"]))
-                clock.sleep(_PAUSE)  # until the store is gone, see [Note: jobs that are ending]
+                clock.sleep(self._pause)  # until the store is gone, see [Note: jobs that are ending]
                 continue
             has_seen_job = True
             if message is not None and message != self._followed:
@@ -376,7 +377,7 @@ class FollowerRendezvous(WorkersRendezvous):
                 if len(choose_members(job, sorted({*self.members, *waiting}))) > len(self.members):
                     asks = False
                     ask_to_join(self._agents_store(tcp), self._token, job.worker)
-            clock.sleep(_PAUSE)
+            clock.sleep(self._pause)
 
     def lost(self) -> str:
         end = self._keepalive.lost() if self._keepalive is not None else ""
