@@ -7,7 +7,8 @@ cores, most of them are the computing time of N processes. Medians of the turns 
 
 "heartbeats" are the requests per second of all processes while they train and no tower keeps waiting, and "one waits"
 those while one of them does, counted over several intervals of a heartbeat. "reduce" is the time of a ``reduce`` of a
-number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers.
+number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers. "failure" is the time
+from the report of a failure by the first host's agent until the agents of all hosts have it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -33,8 +35,11 @@ from towers.health.status import Health, Wait
 from towers.joining import participant
 from towers.joining.participant import Participant
 from towers.joining.store import SignedStore, serve_store
+from towers.launching.supervising.attempt import Failed
+from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.options import CommunicationOptions
 from towers.system import machine
+from towers.system.timeouts import wait_until
 
 TOKEN = "scripts/bench control"
 HOST_TOWERS = 8  # towers of a simulated host
@@ -125,10 +130,14 @@ def in_forks(count: int, work: Callable[[int], object]) -> tuple[float, list[Any
     for index in range(count):
         result_read, result_write = os.pipe()
         if (child := os.fork()) == 0:
-            os.close(release_write)
-            os.read(release_read, 1)  # until all are there
-            os.write(result_write, json.dumps(work(index)).encode())
-            os._exit(0)
+            try:
+                os.close(release_write)
+                os.read(release_read, 1)  # until all are there
+                os.write(result_write, json.dumps(work(index)).encode())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
         os.close(result_write)
         children.append(child)
         pipes.append(result_read)
@@ -204,12 +213,33 @@ def _seconds_of_reduce(size: int) -> float:
     return statistics.median(in_forks(size, lambda index: _reduce(index, size, store.port))[1])
 
 
+def _learn_of_failure(index: int, size: int, port: int) -> float:
+    """When an agent has learned of the failure that the first agent reports once all listen, in monotonic seconds."""
+    store = TCPStore("127.0.0.1", port, None, False, _PATIENCE)
+    broadcast = FailureBroadcast(TOKEN)
+    broadcast.listen(store, index, size)
+    store.add("listens", 1)
+    if index == 0:
+        wait_until(lambda: store.add("listens", 0) == size, _PATIENCE.total_seconds())
+        started = time.monotonic()
+        broadcast.first_failure(Failed("tower 0 failed", "a failure"))
+        return started
+    wait_until(lambda: broadcast.received is not None, _PATIENCE.total_seconds())
+    return time.monotonic()
+
+
+def _seconds_of_failure(hosts: int) -> float:
+    store: Any = serve_store("127.0.0.1", 0, "scripts/bench control", TOKEN)
+    started, *learned = in_forks(hosts, lambda index: _learn_of_failure(index, hosts, store.port))[1]
+    return max(learned, default=started) - started
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = command.parser("control", __doc__, turns=3, towers=None)
     parser.add_argument("--sizes", default="8,32,64,128,256,1024", help="numbers of towers, comma-separated")
     options = parser.parse_args(arguments)
     head = f"{'towers':>7}{'hosts':>7}{'seconds':>9}{'requests':>10}{'the most':>10}{'bytes':>12}"
-    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}")
+    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}{'failure, s':>12}")
     for size in map(int, options.sizes.split(",")):
         turns = [_measured_start(size) for _ in range(options.turns)]
         seconds = statistics.median(turn[0] for turn in turns)
@@ -220,4 +250,5 @@ def main(arguments: Sequence[str]) -> None:
         calm, watched = (_requests_of_heartbeats(size, waits=waits) for waits in (False, True))
         row = f"{size:>7}{hosts:>7}{seconds:>9.2f}{mean:>10.1f}{max(requests[1:]):>10}{count:>12,}"
         reduced = f"{1000 * _seconds_of_reduce(size):.2f}" if size <= _MOST_CONNECTED else ""
-        print(f"{row}{calm:>12.0f}{watched:>11.0f}{reduced:>12}", flush=True)
+        failure = _seconds_of_failure(hosts)
+        print(f"{row}{calm:>12.0f}{watched:>11.0f}{reduced:>12}{failure:>12.2f}", flush=True)

@@ -50,8 +50,9 @@ FILES, CONNECTIONS = 1000, 3
 """Open files of a process that serves the store: its own, and the connections of each process that meets there."""
 
 _FIRST_LOOK, _LATER_LOOKS = 0.005, 0.2  # seconds until the first look for an answer; the longest time between two
+_GROWTH = 1.3  # of the time between two looks
 _LOOKS = 4  # looks for the chief before the message is written; looks for an answer before one for all else
-_LOOKS_PER_PROCESS = 0.001  # seconds by which looks are later for each process
+_LOOKS_PER_PROCESS = 0.0008  # seconds by which looks are later for each process
 _NAME_SECONDS = 60.0
 _EARLIER_SECONDS = 45.0  # a chief's wait for the end of an earlier one, which may be saving a checkpoint
 _OWNER_SECONDS = 2.0  # time for a store to report its job
@@ -288,7 +289,7 @@ class _Handshake:
         self.messages: dict[int, Message] = {process.index: self._own}
         self._deadline = Deadline(process.seconds)
         self._pause = _FIRST_LOOK + _LOOKS_PER_PROCESS * len(process.names)
-        self._longest = max(_LATER_LOOKS, 2 * self._pause)
+        self._longest = max(_LATER_LOOKS, 3 * self._pause)
 
     def _claim(self) -> None:
         """Publishes this process's message.
@@ -321,7 +322,7 @@ class _Handshake:
 
     def _sleep(self) -> None:
         clock.sleep(min(self._pause, max(self._deadline.remaining(), _FIRST_LOOK)))
-        self._pause = min(self._longest, self._pause * 1.5)
+        self._pause = min(self._longest, self._pause * _GROWTH)
 
     def _fail_without(self, missing: Mapping[int, str | None]) -> NoReturn:
         """Fails because processes are missing.
