@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce, digest_of
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
-from towers.system.messages import name_towers
+from towers.system.messages import digest_of, name_towers
 from towers.system.tensors import HostCopy, Named, on_device
 
 COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the previous row

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from towers.collectives.agreement import digest_of
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError, MirrorError
 from towers.gradients.flags import ADVICE
@@ -49,7 +48,7 @@ from towers.mirroring import (
     start_comparison,
     who_differs,
 )
-from towers.system.messages import get_logger, name_towers
+from towers.system.messages import digest_of, get_logger, name_towers
 from towers.system.profiling import range_
 from towers.system.tensors import HostCopy, Named, extremes, what_is_not_finite
 from towers.topology import STARTED_BY

@@ -29,8 +29,8 @@ from mirrored.checkpoint.manifest import NAME, TENSORS, StoredCheckpoint, load, 
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.tracked import Tracked
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce, announce_with_body, digest_of
-from towers.system.messages import get_logger
+from towers.collectives.agreement import announce, announce_with_body
+from towers.system.messages import digest_of, get_logger
 from towers.topology import JOB_TOKEN, MEMORY
 
 log = get_logger("mirrored")

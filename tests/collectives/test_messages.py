@@ -86,8 +86,8 @@ def gathers_and_bytes(strategy: mirrored.Strategy, few: int) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("few", [2, 1])
-def test_a_reduced_number_takes_one_collective_beside_it_of_at_most_64_bytes(few: int) -> None:
+def test_a_reduced_number_takes_at_most_64_bytes_and_one_collective_more(few: int) -> None:
     for sent in towers(gathers_and_bytes, few):
-        beside = communicator.INLINE if few == 2 else 8  # the place for small values, or the number itself
+        value = communicator.INLINE if few == 2 else 8  # bytes: the place for small values, or the number itself
         assert len(sent) == (1 if few == 2 else 2)
-        assert sum(count for _, count in sent) - beside <= 64
+        assert sum(count for _, count in sent) - value <= 64

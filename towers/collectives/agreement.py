@@ -9,7 +9,6 @@ sent while the next step runs. So no tower waits for it, and all towers receive 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DECIDE_TOGETHER, DisagreementError
-from towers.system.messages import name_towers
+from towers.system.messages import digest_of, name_towers
 
 _T = TypeVar("_T")
 
@@ -85,11 +84,6 @@ def announce_with_body(
                 f"every tower must make the same calls in the same order. {DECIDE_TOGETHER}"
             )
     return [Announcement(other["details"], body) for other, (_, body) in zip(headers, messages, strict=True)]
-
-
-def digest_of(value: Any) -> str:
-    """Returns a short text that is equal for equal JSON values."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from towers.collectives import nccl
-from towers.collectives.agreement import digest_of
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
 from towers.collectives.shared_memory import communicator as shared_memory
@@ -26,7 +25,7 @@ from towers.joining.participant import Participant
 from towers.joining.store import Message
 from towers.options import CommunicationOptions
 from towers.system import accelerator, machine
-from towers.system.messages import get_logger
+from towers.system.messages import digest_of, get_logger
 from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from towers.collectives.agreement import RepeatedCalls, announce, digest_of
+from towers.collectives.agreement import RepeatedCalls, announce
 from towers.collectives.arithmetic import chunk_of
 from towers.collectives.communicator import Communicator, InStep, Pending
 from towers.collectives.process_group import ProcessGroupCommunicator
@@ -50,6 +50,7 @@ from towers.errors import DisagreementError
 from towers.gradients.buckets import Bucket, Slot, SparseSlot, handles_gradients
 from towers.gradients.sparse import add_sparse, average_rows, has_rows, rows_of_towers, to_dense, without_rows
 from towers.system import tree as trees
+from towers.system.messages import digest_of
 from towers.system.tensors import gradient_dtype
 from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, foreach_add_
 

@@ -6,9 +6,9 @@ the deadline reads the other's heartbeat, and queries its stack. A thread with i
 and answers. It ends when the store is gone. While towers keep waiting, the chief looks for deadlocks
 (:mod:`towers.health.deadlock`).
 
-[Note: requests of many towers] One request per tower and second is the only one as long as no tower keeps waiting. From
+[Note: requests of many towers] As long as no tower keeps waiting, each tower sends one request per second. From
 :data:`PER_SECOND` towers on, the time between two requests of a tower grows with the number of towers, so the store
-never gets more than this number in a second.
+gets this number of requests per second on average.
 
 [Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
 its newest heartbeat stay the newest.
@@ -53,7 +53,7 @@ INTERVAL = 1.0
 """Seconds between two heartbeats of up to :data:`PER_SECOND` towers."""
 
 PER_SECOND = 128
-"""The largest number of requests per second while no tower keeps waiting; see [Note: requests of many towers]."""
+"""Requests per second of all towers, on average and at most, while no tower keeps waiting."""
 
 _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
@@ -112,6 +112,7 @@ class Heartbeat:
             self._store = store.connect_again("health", _REQUEST)  # can be shared: no request waits for other towers
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
+        self._answered = 0  # queries
         self._blocked = -1  # how often towers have reported that they keep waiting
         self._interval = INTERVAL * max(1.0, len(tower.names) / PER_SECOND)
         self._fast = min(self._interval, _FAST * max(1.0, 4 * len(tower.names) / PER_SECOND))
@@ -131,26 +132,11 @@ class Heartbeat:
     # -- sending -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        me, store, answered = self._tower, self._store, 0
-        log.debug("tower %d has started its heartbeats", me)
+        store = self._store
+        log.debug("tower %d has started its heartbeats", self._tower)
         try:
             while (health := self._health()) is not None:
-                waits, waited = health.waits, self._waited
-                self._waited = waits
-                keeps_waiting = waits is not None and waits == waited
-                before, self._blocked = self._blocked, store.add(_BLOCKED, int(keeps_waiting))
-                if is_watched := self._blocked != before:
-                    store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
-                    asked = store.add(f"queries{me}", 0)
-                    if asked > answered:
-                        store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
-                        answered = asked
-                if keeps_waiting:
-                    published = store.read(_DEADLOCK)
-                    health.deadlock = published["towers"] if published is not None else None
-                if me == 0 and before >= 0:
-                    self._look_for_deadlock(store, is_watched)
-                hurries = waits is not None or (me == 0 and is_watched)
+                hurries = self._look(store, health)
                 del health
                 with contextlib.suppress(queue.Empty):
                     if (call := self._calls.get(timeout=self._fast if hurries else self._interval)) is None:
@@ -160,6 +146,31 @@ class Heartbeat:
             pass
         finally:
             atexit.unregister(self._stop)
+
+    def _look(self, store: SignedStore, health: Health) -> bool:
+        """Looks whether some tower keeps waiting, and if so, sends a heartbeat; returns whether to look again soon."""
+        waits, waited = health.waits, self._waited
+        self._waited = waits
+        keeps_waiting = waits is not None and waits == waited
+        before, self._blocked = self._blocked, store.add(_BLOCKED, int(keeps_waiting))
+        is_watched = self._blocked != before
+        if is_watched:
+            self._send(store, health)
+        if keeps_waiting:
+            published = store.read(_DEADLOCK)
+            health.deadlock = published["towers"] if published is not None else None
+        if self._tower == 0 and before >= 0:
+            self._look_for_deadlock(store, is_watched)
+        return waits is not None or (self._tower == 0 and is_watched)
+
+    def _send(self, store: SignedStore, health: Health) -> None:
+        """Stores a heartbeat, and this tower's stack if another one has asked for it."""
+        me = self._tower
+        store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
+        asked = store.add(f"queries{me}", 0)
+        if asked > self._answered:
+            store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
+            self._answered = asked
 
     def _beat(self, health: Health) -> Beat:
         status = self._record.read()
@@ -231,9 +242,7 @@ class Heartbeat:
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
         return [
-            dataclasses.replace(
-                now.get(peer.tower, peer), stack=answers.get(peer.tower, ""), asked=peer.tower in set(asked)
-            )
+            dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, ""), asked=peer.tower in asked)
             for peer in peers
         ]
 

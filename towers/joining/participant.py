@@ -5,9 +5,10 @@ are created. Each process publishes a message in the store. The first process, t
 them, and answers each process. The first process that finds a problem publishes it, so all fail with the same message
 within seconds. Only a process whose index is taken, or that has another job's token, fails without the others.
 
-[Note: one message, one answer] A process sends at most ten requests to the store, and none that depends on the number
-of processes. It waits for longer between two looks if there are more processes. Values that must be equal are sent as a
-digest. If the digest of a process is different, the chief asks it for the values, to name the difference.
+[Note: one message, one answer] If all processes join within some seconds, each except the chief sends at most ten
+requests to the store, however many processes there are. The more there are, the longer a process waits between two
+looks. Values that must be equal are sent as a digest. If the digest of a process is different, the chief asks it for
+the values, to name the difference.
 
 [Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
 by another process. The chief publishes a new number. A message counts if it contains this number, and an answer if it
@@ -18,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 import math
 import socket
 import sys
@@ -34,7 +33,7 @@ from torch.distributed import Store, TCPStore
 from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
 from towers.joining.store import OWNER, TIMEOUT, Message, OtherJobError, SignedStore, new_nonce, serve_store
 from towers.system import machine
-from towers.system.messages import join_address, printable
+from towers.system.messages import digest_of, join_address, printable
 from towers.system.timeouts import Deadline, clock, run_with_timeout, wait_until
 from towers.topology import JOB_TOKEN
 
@@ -284,8 +283,7 @@ class _Handshake:
     ) -> None:
         self._process, self._store, self._terms, self._lost = process, store, terms, lost
         self._nonce = new_nonce()
-        digest = hashlib.sha256(json.dumps(terms, sort_keys=True).encode()).hexdigest()[:32]
-        self._own: Message = {"nonce": self._nonce, **own, "terms": digest, "to": None}
+        self._own: Message = {"nonce": self._nonce, **own, "terms": digest_of(terms), "to": None}
         self.messages: dict[int, Message] = {process.index: self._own}
         self._deadline = Deadline(process.seconds)
         self._pause = _FIRST_LOOK + _LOOKS_PER_PROCESS * len(process.names)

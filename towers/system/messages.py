@@ -1,4 +1,4 @@
-"""Texts for users: log lines, and the names of towers, addresses and untrusted text in messages.
+"""Texts: log lines, names of towers, addresses and untrusted text in messages, digests of values.
 
 Log lines are printed unless the program configures logging. The environment variable ``MIRRORED_LOG_LEVEL`` sets the
 level: ``debug``, ``info`` (the default), ``warning``, ``error`` or ``critical``. At ``debug``, the packages also log
@@ -10,11 +10,14 @@ checks), with the milliseconds since the process started. A level that a program
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 LEVEL = "MIRRORED_LOG_LEVEL"
 """Environment variable with the level of all log lines of this project."""
@@ -104,3 +107,8 @@ def canonical_address(address: str) -> str:
     with contextlib.suppress(ValueError):
         host = ipaddress.ip_address(host).compressed
     return join_address(host, port)
+
+
+def digest_of(value: Any) -> str:
+    """Returns a short text that is equal for equal JSON values."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

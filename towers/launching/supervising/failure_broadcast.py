@@ -112,10 +112,11 @@ class FailureBroadcast(Broadcast):
 
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
-                signed, news = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT), -1
+                signed, seen = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT), -1
                 connected.set_result(signed)
                 while True:
-                    if news != (news := signed.add(_NEWS, 0)):
+                    before, seen = seen, signed.add(_NEWS, 0)
+                    if seen != before:
                         if (message := signed.read(_FAILURE)) is not None:
                             break
                         if signed.read(f"{_ASKED}{worker}") is not None:
