@@ -120,14 +120,6 @@ MECHANISMS = [
         "tests/health/test_failing_towers.py::test_every_worker_names_the_tower_that_failed_first",
     ),
     Mechanism(
-        "delay of consequences",
-        "a tower that misses another one reports before the failed one has",
-        "towers/health/failure.py",
-        '    if report.consequence and not getattr(error, "seen_by_launcher", False):',
-        "    if False:",
-        "tests/health/test_failing_towers.py",
-    ),
-    Mechanism(
         "deadlock search",
         "towers wait for each other in a cycle",
         "towers/health/heartbeat.py",

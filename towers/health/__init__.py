@@ -11,8 +11,8 @@ the script raises an exception             the hook of ``failure.install_hooks``
 a tower is killed, or calls ``os._exit``   there is no report: ``attempt._failure`` takes the exit code, and the
                                            tower's position from its ``status.StatusRecord``
 a tower waits for a tower that is gone     a ``PeerLostError`` (``collectives/shared_memory/barrier.py``, or
-                                           ``timeout_messages.connection_lost``), a consequence: it is reported two
-                                           seconds late; ``FailureBroadcast.first_failure`` finds the first
+                                           ``timeout_messages.connection_lost``), a consequence:
+                                           ``FailureBroadcast.first_failure`` finds the cause
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others through
                                            ``heartbeat.py``; the tower raises a ``CollectiveTimeoutError``
 a tower loops forever                      the same: a collective of the others passes its deadline (600 s)

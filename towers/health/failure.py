@@ -29,10 +29,9 @@ a hook), it is the report, and the other threads wait for the end of the process
 ``sys.__stderr__``. On an H200, such a thread printed its report into that buffer, and ended the process before torch
 printed it.
 
-[Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
-the launcher receives the cause first: torchrun orders failures by whole seconds, then by rank. If the launcher has
-ended the tower, it has received the cause already, and the tower does not sleep. Errors of c10d and of its Gloo mean
-that another tower is gone. Errors of a script's own connections, to a database or an object store, are causes.
+[Note: consequences] The report of a tower that fails because another one is gone is marked, so that launchers of
+``mirrored`` name the other one. Errors of c10d and of its Gloo mean that another tower is gone. Errors of a script's
+own connections, to a database or an object store, are causes.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ _PEER_LOST = (
     "nccl communicator was aborted",
 )
 
-_LAUNCHER_SECONDS = 2.0
 _LAST_SECONDS = 1.5  # time for threads of a process that has failed
 _EXIT_SECONDS = 2.5  # the same, with exit handlers and the interpreter's end (with torch, a second of a core)
 _SAVED_EXIT_SECONDS = 5.0  # time for exit handlers and child processes of a tower that has saved
@@ -97,7 +95,7 @@ log = get_logger("towers")
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether ``error`` only reports that another tower is gone: a consequence, not a cause."""
+    """Returns whether ``error`` only reports that another tower is gone; see [Note: consequences]."""
     if isinstance(error, PeerLostError):
         return True
     text = _text_of(error).lower()
@@ -222,22 +220,14 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def mark_seen_by_launcher(error: BaseException) -> None:
-    """Marks ``error`` as a consequence of the launcher's signal to end: the launcher has already received the cause."""
-    with contextlib.suppress(Exception):  # a foreign exception that accepts no attributes
-        error.seen_by_launcher = True  # type: ignore[attr-defined]
-
-
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     """Leaves a report in ``path``, if that is not None, and returns whether it was written.
 
-    See [Note: one report] and [Note: consequences wait].
+    See [Note: one report].
     """
     report = FailureReport.of(error, trace)
-    if report.consequence and not getattr(error, "seen_by_launcher", False):
-        clock.sleep(_LAUNCHER_SECONDS)
     if isinstance(getattr(sys, "last_value", None), Exception) and not _in_main_thread():
-        clock.sleep(_LAUNCHER_SECONDS + SAVING_SECONDS)  # until this process ends
+        clock.sleep(_LAST_SECONDS + SAVING_SECONDS)  # until this process ends
     return path is not None and report.write(path)
 
 
