@@ -95,11 +95,10 @@ def print_limits(models: Sequence[Model], clusters: Sequence[Cluster], save: flo
         row.append(in_unit(planning.handshake_seconds(cluster.size), TIMES))
         row.append(in_unit(planning.START_BYTES * cluster.size, SIZES))
         row.append(f"{planning.heartbeat_requests(cluster.size) * REQUEST:.1%}")
-        for announced in (planning.announcement, planning.announcement_by_hosts):
-            row.append(in_unit(announced(cluster), TIMES) if cluster.size > 1 else "–")
+        row.append(in_unit(planning.announcement(cluster), TIMES) if cluster.size > 1 else "–")
         rows.append([*row, in_unit(planning.READING * cluster.size, TIMES)])
     head = f"devices  batch, {one.unit}  state, sharded  failure every  save every  useful  messages at the store"
-    print_table(f"{head}  of bytes  heartbeats  announcement  by hosts  reading it", rows)
+    print_table(f"{head}  of bytes  heartbeats  announcement  reading it", rows)
     if state > clusters[0].memory:
         print(f"The whole state does not fit into the {in_unit(clusters[0].memory, SIZES)} of one device.")
 

@@ -290,14 +290,8 @@ def heartbeat_requests(towers: int) -> float:
 
 
 def announcement(cluster: Cluster) -> float:
-    """Seconds of one announced call through a flat ring: N-1 messages, each as slow as the slowest link."""
+    """Seconds of a call whose details differ, through a flat ring: N-1 messages, each as slow as the slowest link."""
     return (cluster.size - 1) * max(link.time(PACKET) for link in cluster.links(cluster.across))
-
-
-def announcement_by_hosts(cluster: Cluster) -> float:
-    """The same in two levels, across hosts by doubling: log2 W messages, each tower still receives N packets."""
-    inside = (cluster.devices - 1) * cluster.inside.time(PACKET)
-    return inside + _depth(cluster.hosts) * cluster.across.latency + PACKET * cluster.size / cluster.across.bandwidth
 
 
 USABLE = 0.8

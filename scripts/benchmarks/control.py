@@ -8,13 +8,15 @@ cores, most of them are the computing time of N processes. Medians of the turns 
 "heartbeats" are the requests per second of all processes while they train and no tower keeps waiting, and "one waits"
 those while one of them does, counted over several intervals of a heartbeat. "reduce" is the time of a ``reduce`` of a
 number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers. "failure" is the time
-from the report of a failure by the first host's agent until the agents of all hosts have it.
+from the report of a failure by the first host's agent until the agents of all hosts have it. "restart" is the time in
+which the agents of all hosts meet for the next attempt, without the towers that they then start.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import time
 import traceback
@@ -35,6 +37,8 @@ from towers.health.status import Health, Wait
 from towers.joining import participant
 from towers.joining.participant import Participant
 from towers.joining.store import SignedStore, serve_store
+from towers.launching.job import Job
+from towers.launching.restarting.meeting import ChiefRendezvous, FollowerRendezvous
 from towers.launching.supervising.attempt import Failed
 from towers.launching.supervising.failure_broadcast import FailureBroadcast
 from towers.options import CommunicationOptions
@@ -234,12 +238,37 @@ def _seconds_of_failure(hosts: int) -> float:
     return max(learned, default=started) - started
 
 
+def _meet_again(index: int, hosts: int, port: int) -> tuple[float, float]:
+    """When an agent starts to look for the second attempt, and when it has met the others, in monotonic seconds."""
+    addresses = tuple(f"127.0.0.1:{port + each}" for each in range(hosts))
+    job = Job(HOST_TOWERS, index, hosts, addresses, origin="scripts/bench control", restarts=1)
+    rendezvous = (FollowerRendezvous if index else ChiefRendezvous)(job, TOKEN)
+    seconds = time.monotonic() + _PATIENCE.total_seconds()
+    info = rendezvous.next_rendezvous()
+    info.store.add("over", 1)
+    wait_until(lambda: info.store.add("over", 0) == hosts, seconds - time.monotonic())
+    started = time.monotonic()
+    again = rendezvous.next_rendezvous()
+    met = time.monotonic()
+    again.store.add("over", 1)
+    if index == 0:  # serves the store
+        wait_until(lambda: again.store.add("over", 0) == hosts, seconds - time.monotonic())
+    return started, met
+
+
+def _seconds_of_restart(hosts: int) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started, met = zip(*in_forks(hosts, lambda index: _meet_again(index, hosts, port))[1], strict=True)
+    return max(met) - min(started)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = command.parser("control", __doc__, turns=3, towers=None)
     parser.add_argument("--sizes", default="8,32,64,128,256,1024", help="numbers of towers, comma-separated")
     options = parser.parse_args(arguments)
     head = f"{'towers':>7}{'hosts':>7}{'seconds':>9}{'requests':>10}{'the most':>10}{'bytes':>12}"
-    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}{'failure, s':>12}")
+    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}{'failure, s':>12}{'restart, s':>12}")
     for size in map(int, options.sizes.split(",")):
         turns = [_measured_start(size) for _ in range(options.turns)]
         seconds = statistics.median(turn[0] for turn in turns)
@@ -251,4 +280,5 @@ def main(arguments: Sequence[str]) -> None:
         row = f"{size:>7}{hosts:>7}{seconds:>9.2f}{mean:>10.1f}{max(requests[1:]):>10}{count:>12,}"
         reduced = f"{1000 * _seconds_of_reduce(size):.2f}" if size <= _MOST_CONNECTED else ""
         failure = _seconds_of_failure(hosts)
-        print(f"{row}{calm:>12.0f}{watched:>11.0f}{reduced:>12}{failure:>12.2f}", flush=True)
+        restart = f"{_seconds_of_restart(hosts):.2f}" if hosts > 1 else ""
+        print(f"{row}{calm:>12.0f}{watched:>11.0f}{reduced:>12}{failure:>12.2f}{restart:>12}", flush=True)
