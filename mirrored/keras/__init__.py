@@ -79,12 +79,15 @@ from mirrored.keras import (  # noqa: E402, F401  (they patch)
     layers,
     losses,
     metrics,
+    optimizers,
     trainer,
 )
 from mirrored.keras.callbacks import Monitor, TensorBoard  # noqa: E402
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
 from mirrored.strategy.uncompiled import untraced  # noqa: E402
 
-untraced.traced |= {f"{__name__}.{module}" for module in ("keras_private", "layers", "losses", "metrics", "steps")}
+untraced.traced |= {
+    f"{__name__}.{module}" for module in ("keras_private", "layers", "losses", "metrics", "optimizers", "steps")
+}
 
 __all__ = ["Checkpoints", "Monitor", "TensorBoard"]

@@ -30,6 +30,7 @@ from mirrored.context import current_frame, strategy_with_towers
 from mirrored.data.dataset import DistributedDataset
 from mirrored.keras import data
 from mirrored.keras.keras_private import around, set_first_epoch
+from mirrored.keras.optimizers import show_state
 from mirrored.keras.training import Training
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
@@ -63,6 +64,8 @@ def strategy_of(model: Any) -> Strategy | None:
 def _write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes a file on the chief only."""
     strategy = strategy_of(model)
+    if strategy is not None and original.__name__ != "export":
+        show_state(model.optimizer)
     if strategy is None or strategy.is_chief:
         return original(model, *args, **kwargs)
     return None

@@ -73,14 +73,113 @@ def set_first_epoch(model: Any, epoch: int | None) -> None:
 
 
 def write_nothing(callback: Any) -> None:
-    """Makes a ``BackupAndRestore`` only restore, or a ``ModelCheckpoint`` only decide."""
+    """Makes a ``BackupAndRestore`` only restore, or a ``ModelCheckpoint`` only decide.
+
+    Their calls of ``save_weights`` remain, which write nothing, because all towers call it.
+    """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        callback._save_model = lambda: None
+        callback._save_model = lambda: callback.model.save_weights("")
         callback.on_train_end = lambda logs=None: None
-    else:
-        callback._save_model = lambda epoch, batch, logs: callback._should_save_model(
-            epoch, batch, logs, callback._get_file_path(epoch, batch, logs)
-        )
+        return
+
+    def decide(epoch: int, batch: int | None, logs: Any) -> None:
+        path = callback._get_file_path(epoch, batch, logs)
+        if callback._should_save_model(epoch, batch, logs, path):
+            callback.model.save_weights(path)
+
+    callback._save_model = decide
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """Returns the variables of the model that an optimizer was built with."""
+    return list(optimizer._trainable_variables)
+
+
+def used_gradients(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the gradients that are not None, with their variables, as ``optimizer.apply`` finds them.
+
+    Raises:
+        ValueError: there is none, or the optimizer was built with other variables.
+        NotImplementedError: a variable's gradient replaces it (float8).
+    """
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    optimizer._check_variables_are_known(variables)
+    if any(optimizer._overwrite_variable_with_gradient(variable) for variable in variables):
+        raise NotImplementedError("sharded steps of Keras optimizers do not support float8 variables")
+    gradients, variables = optimizer._filter_empty_gradients(gradients, variables)
+    return gradients, variables
+
+
+def copy_of_optimizer(optimizer: Any) -> Any:
+    """Returns an optimizer of the same class and settings, without variables of a model."""
+    config = optimizer.get_config()
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        config["learning_rate"] = 0.0
+    copy = type(optimizer).from_config(config)
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        vars(copy)["_learning_rate"] = optimizer._learning_rate
+    return copy
+
+
+def set_memory(variable: Any, tensor: Any) -> None:
+    """Gives a Keras variable other memory."""
+    variable._value = tensor
+
+
+def replace_clipping(optimizer: Any, clip: Callable[..., list[Any]]) -> None:
+    """Makes an optimizer clip by norms with ``clip(gradients, variables, each, all)``.
+
+    One of ``each`` and ``all`` is the largest norm, of one gradient or of all.
+    """
+    original, apply = optimizer._clip_gradients, optimizer._backend_apply_gradients
+    variables: list[Any] = []
+
+    def clipped(gradients: list[Any]) -> Any:
+        each, all = optimizer.clipnorm or 0, optimizer.global_clipnorm or 0
+        if each > 0 or all > 0:
+            return clip(gradients, variables, each if each > 0 else None, all if all > 0 and each <= 0 else None)
+        return original(gradients)
+
+    def noting(gradients: Any, trainable_variables: Any) -> None:
+        variables[:] = trainable_variables
+        apply(gradients, trainable_variables)
+
+    vars(optimizer).update(_clip_gradients=clipped, _backend_apply_gradients=noting)
+
+
+def replace_weight_decay(optimizer: Any, other: Any, owner: Callable[[Any], Any]) -> None:
+    """Makes an optimizer apply weight decay to variables without owner, and to those whose owners ``other`` decays."""
+
+    def uses(variable: Any) -> bool:
+        found = owner(variable)
+        return found is None or bool(other._use_weight_decay(found))
+
+    vars(optimizer)["_use_weight_decay"] = uses
+
+
+def apply_like(optimizer: Any, other: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Lets ``other`` step with the present settings and numbers of ``optimizer``, without constraints."""
+    for name, value in vars(optimizer).items():
+        if name in vars(other) and isinstance(value, (bool, int, float, str, type(None))):
+            vars(other)[name] = value
+    numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
+    for name, value in numbers.items():
+        vars(other)[name].assign(value)
+    if optimizer.loss_scale_factor is not None:
+        gradients = [gradient / optimizer.loss_scale_factor for gradient in gradients]
+    other._backend_apply_gradients(gradients, variables)
+    for name, value in numbers.items():
+        value.assign(vars(other)[name])
+
+
+def finish_step(optimizer: Any, variables: list[Any]) -> None:
+    """Does what ``optimizer.apply`` does after its step: constraints, and the number of steps."""
+    for variable in variables:
+        if variable.constraint is not None:
+            variable.assign(variable.constraint(variable))
+    optimizer._iterations.assign_add(1)
 
 
 Replacement = Callable[..., Any]

@@ -8,11 +8,6 @@ values that the step has changed.
 end of an epoch and of ``evaluate``. In between, they are reduced only when they are read: by a callback that follows
 batches (in every batch), or by the progress bar (about a hundred times per epoch). All towers determine the readers
 identically.
-
-[Note: a step of torch's around Keras'] Keras' optimizers are not torch optimizers, so torch's hooks do not report their
-steps. So in ``strategy.run``, a Keras optimizer applies gradients within the step of a torch optimizer of the same
-parameters. This step triggers the guard of unaveraged gradients, the mirror check (also of optimizer state), the
-failure report, the profiler's ranges and ``mirrored verify``.
 """
 
 from __future__ import annotations
@@ -25,13 +20,12 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
-import torch
 
-from mirrored.context import current_frame, refuse_inside_run, strategy_with_towers
+from mirrored.context import refuse_inside_run, strategy_with_towers
 from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
@@ -42,7 +36,6 @@ from mirrored.keras.training import Training
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import MirrorError
-from towers.sharding.optimizer import OptimizerSharder
 from towers.system.messages import get_logger
 
 log = get_logger("mirrored")
@@ -68,8 +61,7 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
 
     Raises:
         MirrorError: there are several towers, and the model does not belong to their strategy.
-        RuntimeError: inside ``strategy.run``; or with virtual towers, sharded optimizers, central storage,
-            ``synchronize=`` or parameter servers.
+        RuntimeError: inside ``strategy.run``; or with virtual towers, ``synchronize=`` or parameter servers.
     """
     training = _training_of(model)
     if training is None:
@@ -91,11 +83,6 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
             f"model.{call} cannot be split into virtual towers: Keras' train_step computes one loss of all "
             "examples that it receives, and steps its optimizer in the same call. Omit virtual_towers, or train "
             "the model with a custom function that calls strategy.backward"
-        )
-    if training.strategy.engine.attached(OptimizerSharder) is not None:
-        raise RuntimeError(
-            f"model.{call} with shard_optimizer=True or in central storage: the steps of torch's optimizers are "
-            "sharded, those of Keras are not. Omit shard_optimizer, or use MirroredStrategy"
         )
     if training.strategy.engine.local is not None:
         raise RuntimeError(
@@ -282,41 +269,3 @@ def _run(training: Training, kind: str, function: Callable[[Any], Any], batches:
     if not step.share.local:
         outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
     return training.strategy.gather(outputs)
-
-
-class _Step(torch.optim.Optimizer):
-    """A torch optimizer whose step calls a function."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Any) -> None:
-        super().__init__(parameters, {})
-        self.state[parameters[0]] = {variable.path: variable.value for variable in optimizer.variables}
-
-    def step(
-        self, closure: Any = None, *, gradients: Sequence[Any] = (), apply: Callable[[], Any] = lambda: None
-    ) -> Any:
-        """Calls ``apply``. The guard reads ``gradients``, which need not be those of the parameters' ``.grad``."""
-        return apply()
-
-
-_steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
-_applying = False  # a Keras optimizer may contain another one
-
-
-@around(keras.optimizers.Optimizer, "apply")
-def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    global _applying
-    frame = current_frame()
-    watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or interceptor().compares)
-    if _applying or not watched or frame is None or frame.replica is None or trainable_variables is None:
-        return original(optimizer, grads, trainable_variables)
-    grads, trainable_variables = list(grads), list(trainable_variables)
-    parameters = [variable.value for variable in trainable_variables]
-    step = _steps.get(optimizer)
-    if step is None or [id(p) for p in step.param_groups[0]["params"]] != [id(p) for p in parameters]:
-        kind = type(optimizer).__name__
-        step = _steps[optimizer] = type(kind, (_Step,), {})(parameters, optimizer)
-    _applying = True
-    try:
-        return step.step(gradients=grads, apply=lambda: original(optimizer, grads, trainable_variables))
-    finally:
-        _applying = False

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 
-def fit(names: list[str]) -> dict[str, dict[str, list[float]]]:
+def fit(names: list[str], settings: dict[str, Any] | None = None) -> dict[str, dict[str, list[float]]]:
     """The numbers of some of the cases of ``tests/keras``."""
     from tests.keras import cases
 
-    results: dict[str, dict[str, Any]] = cases.run_all(names)
+    results: dict[str, dict[str, Any]] = cases.run_all(names, settings)
     return {
         name: {key: np.asarray(value, dtype=float).ravel().tolist() for key, value in found.items()}
         for name, found in results.items()

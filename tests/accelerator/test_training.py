@@ -13,6 +13,7 @@ import torch
 import mirrored
 from tests.accelerator import cases, keras_cases, stream_cases
 from tests.accelerator.server import Server
+from tests.support.jobs import Settings
 
 pytestmark = pytest.mark.extended
 
@@ -256,8 +257,10 @@ def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs Keras")
-def test_keras(way: str, server: Server, pair: list[str], on_both: OnBoth) -> None:
+@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}, {"central": True}], ids=str)
+def test_keras(settings: Settings, way: str, server: Server, pair: list[str], on_both: OnBoth) -> None:
     # Keras draws a GPU's first weights from the GPU's generator.
     devices = pair[:1] if server.kind == "cuda" else ["cpu:0"]
     [alone] = server.towers_once(keras_cases.fit, ["convolutional"], devices=devices)
-    torch.testing.assert_close(on_both(keras_cases.fit, ["convolutional"], way=way), alone, rtol=0, atol=1e-9)
+    found = on_both(keras_cases.fit, ["convolutional"], settings, way=way)
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)

@@ -333,11 +333,6 @@ def virtual_towers(_: mirrored.Strategy) -> None:
     fit(mirrored.MirroredStrategy(seed=0, virtual_towers=4))
 
 
-@mistake(r"RuntimeError: model.fit with shard_optimizer=True or in central storage: the steps of torch's optimizers")
-def sharded_optimizer(_: mirrored.Strategy) -> None:
-    fit(mirrored.MirroredStrategy(seed=0, shard_optimizer=True))
-
-
 def errors_of(names: list[str]) -> list[str]:
     """What a tower says to mistakes, one after the other."""
     return [error_of(MISTAKES[name][0]) for name in names]

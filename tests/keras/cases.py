@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import mirrored
 import mirrored.keras
 from tests.keras.own_metrics import Gathered, Mixed, Quotient, mean_of_the_batch
+from tests.support.jobs import Settings, strategy_of
 
 EXAMPLES, BATCH = 55, 16
 """Batches of 16, 4 and 3 leave 7, 3 and 1: of the last one some towers get fewer examples than others, or none."""
@@ -42,10 +43,14 @@ def in_float64() -> None:
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
 
 
-def run_all(names: list[str]) -> dict[str, dict[str, Any]]:
-    """On a tower: the results of some cases."""
+def run_all(names: list[str], settings: Settings | None = None) -> dict[str, dict[str, Any]]:
+    """On a tower: the results of some cases.
+
+    Args:
+        settings: of the strategy, see :func:`strategy_of`.
+    """
     in_float64()
-    strategy = mirrored.MirroredStrategy(seed=0)
+    strategy = strategy_of(settings or {})
     results = {}
     for name in names:
         keras.utils.clear_session()  # each names its layers as if it was the first

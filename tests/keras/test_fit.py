@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.keras import cases
-from tests.support.jobs import launch
+from tests.support.jobs import Settings, launch
 
 Results = dict[str, dict[str, Any]]
 
 
-def on_towers(count: int, names: list[str]) -> list[Results]:
+def on_towers(count: int, names: list[str], settings: Settings | None = None) -> list[Results]:
     """The results of some cases on each tower; they share the towers, as Keras takes long to load."""
-    return launch(cases.run_all, names, count=count)
+    return launch(cases.run_all, names, settings, count=count)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +31,26 @@ OF_SHARES = [
 """Cases in which it matters how many towers get fewer examples than others, or none: five towers do no others."""
 
 
+SHARDED: Settings = {"shard_optimizer": True}
+CENTRAL: Settings = {"central": True}
+
+
 @pytest.mark.parametrize(
-    ("towers", "names"),
+    ("towers", "names", "settings"),
     [
-        (2, list(cases.CASES)),
-        pytest.param(3, list(cases.CASES), marks=pytest.mark.extended),
-        pytest.param(5, OF_SHARES, marks=pytest.mark.extended),
+        (2, list(cases.CASES), {}),
+        pytest.param(3, list(cases.CASES), {}, marks=pytest.mark.extended),
+        pytest.param(5, OF_SHARES, {}, marks=pytest.mark.extended),
+        (2, list(cases.CASES), SHARDED),
+        pytest.param(3, list(cases.CASES), SHARDED, marks=pytest.mark.extended),
+        pytest.param(2, list(cases.CASES), CENTRAL, marks=pytest.mark.extended),
+        pytest.param(4, list(cases.CASES), CENTRAL, marks=pytest.mark.extended),
     ],
 )
-def test_the_numbers_of_one_tower_and_the_same_bits_on_all(one: Results, towers: int, names: list[str]) -> None:
-    first, *others = on_towers(towers, names)
+def test_the_numbers_of_one_tower_and_the_same_bits_on_all(
+    one: Results, towers: int, names: list[str], settings: Settings
+) -> None:
+    first, *others = on_towers(towers, names, settings)
     assert list(first) == names
     for name in names:
         expected = one[name]

@@ -81,6 +81,8 @@ def inner_parameter(shard: Shard, memory: Tensor) -> nn.Parameter:
 def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], parameters: list[nn.Parameter]) -> None:
     """Gives the inner optimizer the groups of the outer one, with this tower's shards.
 
+    An optimizer with a method ``take_shards`` receives them by that method, too.
+
     Args:
         parameters: the inner optimizer's, one for each shard.
     """
@@ -88,6 +90,8 @@ def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], par
     inner.param_groups = [{**group, **defaults, "params": []} for group in optimizer.param_groups]
     for shard, parameter in zip(shards, parameters, strict=True):
         inner.param_groups[shard.group]["params"].append(parameter)
+    if (take_shards := getattr(inner, "take_shards", None)) is not None:
+        take_shards(shards, parameters)
 
 
 def copy_group_settings(source: Optimizer, target: Optimizer) -> None:

@@ -165,14 +165,20 @@ class ReadableState:
         self._regions = regions
         self._key = key
         self._block = _zeros(0)
+        self._parameters: Sequence[nn.Parameter] | None = None  # the shards of the block
         self._blocks: list[Tensor | None] = []
 
     def keep(self, state: State, parameters: Sequence[nn.Parameter]) -> None:
-        """Moves the state of this tower's shards into its block, unless all of it is there already."""
+        """Moves the state of this tower's shards into its block, unless all of it is there already.
+
+        Args:
+            parameters: the shards, in the same sequence as before if they are the same.
+        """
         first = self._block.data_ptr()
         inside = range(first, first + self._block.nbytes)
         values = (value for entries in state.values() for value in entries.values())
-        if all(isinstance(value, Tensor) and value.data_ptr() in inside for value in values):
+        same, self._parameters = parameters is self._parameters, parameters
+        if same and all(isinstance(value, Tensor) and value.data_ptr() in inside for value in values):
             return
         text, tensors, _ = _describe(state, parameters)
         start = 8 + int(self._block[:8].view(torch.int64)[0]) if self._block.numel() else 0
