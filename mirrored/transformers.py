@@ -1,0 +1,449 @@
+"""Hugging Face's ``Trainer`` on all towers, with the numbers of one device.
+
+.. code-block:: python
+
+    from mirrored.transformers import Trainer  # in place of: from transformers import Trainer
+
+Batch sizes are those of the global batch: ``per_device_train_batch_size=64`` is 64 examples on any number of towers.
+``docs/how-to/hugging-face.md`` lists the differences from one device.
+
+[Note: each tower is a Trainer of one process] ``accelerate`` would find the launcher's variables, and wrap the model
+in ``DistributedDataParallel``. So they are hidden from its state. Each tower runs the loop of ``transformers`` as if
+alone, over all batches, and computes its share of each. Towers other than the first have another process index, so that
+they write and print nothing. What the loop reads is the same on all towers: the number of items of a batch, losses,
+predictions and metrics. So the loops decide in the same way.
+
+[Note: the weight of a tower's loss] ``Trainer`` passes ``num_items_in_batch``, the number of labels of all batches of a
+step, to models and loss functions. Some divide the sum of their losses by it, and the losses of the towers add up.
+Others ignore it and return a mean: over examples, over labels that are not -100, or over those after the first of each
+text. The towers' losses then count by these numbers. Tower 0 finds out what it is, in the first step, from values of
+the loss in evaluation mode and without gradients. Twice the number of items halves a sum. Otherwise, it takes an
+example and a copy with fewer labels: only with the right weights, their losses have the loss of both as their mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from mirrored.context import current_replica
+from mirrored.data.dataset import DistributedDataset
+from mirrored.shares import Share
+from mirrored.strategy.base import Strategy
+from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
+from towers.system import tree as trees
+
+try:
+    import accelerate.state
+    import transformers
+    import transformers.trainer
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "mirrored.transformers needs transformers and accelerate: pip install 'transformers>=5,<6' accelerate"
+    ) from error
+
+__all__ = ["OnTowers", "Trainer"]
+
+_AnyTrainer: Any = object
+_trainer: Any = transformers.trainer
+
+_OF_LAUNCHERS = (
+    *("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
+
+
+def _are_of_entries(labels: Any) -> bool:
+    """Returns whether labels are those of the entries of texts: integers, with -100 where none counts."""
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
+
+
+def _labels(labels: Any, examples: int, first: int = 0) -> int:
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return examples
+    return int((labels[..., first:] if labels.dim() > 1 else labels).ne(-100).sum())
+
+
+_MEANS: dict[str, Callable[[Any, int], int]] = {
+    "labels": _labels,
+    "labels after the first": lambda labels, examples: _labels(labels, examples, 1),
+    "examples": lambda labels, examples: examples,
+}
+"""The numbers over which a mean is taken, from the labels of a share and its number of examples."""
+
+_ENOUGH = 4  # labels of an example, so that the weights of the means differ
+_RANDOM_STATES = "mirrored_random_states.json"
+
+
+@contextlib.contextmanager
+def _hidden_launcher() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _alone(init: Callable[..., None]) -> Callable[..., None]:
+    def initialise(state: Any, *args: Any, **kwargs: Any) -> None:
+        with _hidden_launcher():
+            init(state, *args, **kwargs)
+
+    return initialise
+
+
+# It advises DDP because of the strategy's process group.
+logging.getLogger("transformers.training_args").addFilter(lambda record: "ParallelMode" not in record.getMessage())
+accelerate.state.PartialState.__init__ = _alone(accelerate.state.PartialState.__init__)  # before TrainingArguments
+
+
+class _Loader:
+    """A distributed dataset in the form of the loader that ``Trainer`` expects.
+
+    Args:
+        loader: the loader that ``transformers`` has made.
+        first: the first batch of the first epoch.
+    """
+
+    def __init__(self, loader: DataLoader[Any], distributed: DistributedDataset, first: int = 0) -> None:
+        self.dataset, self.batch_sampler = loader.dataset, loader.batch_sampler
+        self.batch_size = loader.batch_size
+        self._loader, self._distributed, self._first = loader, distributed, first
+
+    def __len__(self) -> int:
+        return len(self._distributed)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._distributed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that of an epoch."""
+        if (set_epoch := getattr(self._loader, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        seed = self._distributed.state_dict()["seed"]
+        self._distributed.load_state_dict({"seed": seed, "epoch": epoch, "step": self._first})
+        self._first = 0
+
+    def without(self, batches: int) -> _Loader:
+        """Returns a loader whose first epoch leaves out so many batches."""
+        return _Loader(self._loader, self._distributed, batches)
+
+
+_skip_first_batches = _trainer.skip_first_batches
+
+
+def _skip(loader: Any, num_batches: int = 0) -> Any:
+    return loader.without(num_batches) if isinstance(loader, _Loader) else _skip_first_batches(loader, num_batches)
+
+
+_trainer.skip_first_batches = _skip
+
+
+class _EndOfStep(transformers.TrainerCallback):  # type: ignore[misc]
+    """Tells the strategy that a step has ended, after the optimizer has stepped outside of ``run``."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._strategy.events.end_step()
+
+
+class OnTowers(_AnyTrainer):  # type: ignore[misc]
+    """Makes a subclass of ``transformers.Trainer`` train on all towers: ``class Own(OnTowers, SFTTrainer): …``.
+
+    Batch sizes are global: each tower computes its share of every batch. The loss is that of the global batch, also if
+    towers have different numbers of tokens, and evaluation counts every example once.
+
+    Args:
+        args: of the other class; the second one is the ``TrainingArguments``.
+        strategy: the strategy that trains; default ``MultiWorkerMirroredStrategy(seed=…)`` with the seed of the
+            ``TrainingArguments``.
+        kwargs: of the other class.
+
+    Attributes:
+        strategy: the strategy that trains.
+
+    Raises:
+        ValueError: the strategy has ``virtual_towers`` or ``synchronize``; or, on several towers, DeepSpeed, FSDP,
+            ``batch_eval_metrics`` or ``auto_find_batch_size`` is selected.
+    """
+
+    current_flos: float
+
+    def __init__(self, *args: Any, strategy: Strategy | None = None, **kwargs: Any) -> None:
+        given = kwargs["args"] if "args" in kwargs else args[1] if len(args) > 1 else None
+        if given is None:
+            given = kwargs["args"] = transformers.TrainingArguments("tmp_trainer")
+            args = (args[0], *args[2:]) if len(args) > 1 else args
+        self.strategy = strategy = strategy or MultiWorkerMirroredStrategy(seed=given.seed)
+        if strategy.virtual_towers is not None or strategy.engine.local is not None:
+            raise ValueError(
+                "the Trainer computes one loss of a tower's share, and steps its optimizer outside of run: omit "
+                "virtual_towers and synchronize"
+            )
+        self._several = strategy.num_replicas_in_sync > 1
+        if self._several:
+            _check_settings(given)
+        self._adds_up: bool | None = None  # see [Note: the weight of a tower's loss]
+        self._means = list(_MEANS)  # those that are possible
+        self._weight = 1.0  # of the loss of the running step
+        self._share: Share | None = None  # of the batch of the running step
+        _take_place(given, strategy)
+        super().__init__(*args, **kwargs)
+        self.add_callback(_EndOfStep(strategy))
+        if self.model_init is None:
+            self._mirror(self.model)
+
+    def _mirror(self, model: Any) -> None:
+        self.strategy.mirror(model)
+        self.strategy.engine.mirror_pending()  # the first step of an optimizer starts outside of run
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        self._mirror(model)
+        return model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        backward, gather = self.accelerator.backward, self.accelerator.gather
+
+        def weighted(loss: Tensor, **kwargs: Any) -> None:
+            backward(loss * self._weight if self._weight != 1 else loss, **kwargs)
+
+        def gathered(values: Any) -> Any:
+            return gather(values) if self._share is None else trees.map_leaves(self._gathered, values)
+
+        if self._several:
+            self.accelerator.backward, self.accelerator.gather = weighted, gathered
+
+    def _gathered(self, value: Any) -> Any:
+        """Returns the values of all towers, in a step; a stand-in adds none, or 0."""
+        replica, share = current_replica(), self._share
+        if replica is None or share is None or not isinstance(value, Tensor):
+            return value
+        rows = value.detach().reshape(1) if value.dim() == 0 else value.detach()
+        if not share.local:
+            rows = torch.zeros_like(rows) if value.dim() == 0 else rows[:0]
+        return replica.all_gather(rows)
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)
+        if not self._several or not isinstance(loader, DataLoader):
+            return loader
+        return _Loader(loader, self.strategy.distribute_dataset(loader, stand_in=True, seed=self.args.seed))
+
+    def _share_of(self, inputs: Any) -> Share | None:
+        """Returns the share of a batch, or None for a batch that every tower computes whole."""
+        shares = self.strategy.known_shares.of(inputs) if self._several else []
+        return shares[0] if shares else None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Returns the number of labels of the batches on all towers."""
+        shares = [self._share_of(batch) for batch in batch_samples]
+        if None in shares or not shares:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        own = super()._get_num_items_in_batch(batch_samples, device)
+        if own is None:
+            return None
+        real = [batch for batch, share in zip(batch_samples, shares, strict=True) if share is not None and share.local]
+        own = super()._get_num_items_in_batch(real, device) if real else torch.zeros_like(torch.as_tensor(own))
+        return self._sum(torch.as_tensor(own, dtype=torch.float64 if device.type == "cpu" else torch.float32))
+
+    def _sum(self, value: Tensor) -> Tensor:
+        replica = current_replica()
+        value = value.to(self.strategy.device)
+        total: Tensor = self.strategy.reduce("sum", value) if replica is None else replica.all_reduce("sum", value)
+        return total
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        step, strategy = super().training_step, self.strategy
+        if (share := self._share_of(inputs)) is None:
+            result: Tensor = strategy.run(step, args=(model, inputs, num_items_in_batch))
+            return result
+        fraction = self._fraction(model, inputs, num_items_in_batch, share)
+        self._weight, self._share = fraction * strategy.num_replicas_in_sync, share
+        try:
+            with contextlib.nullcontext() if self.accelerator.sync_gradients else strategy.no_sync():
+                loss = strategy.run(step, args=(model, inputs, num_items_in_batch))
+        finally:
+            self._weight, self._share = 1.0, None
+        return self._total(loss, fraction)
+
+    def _total(self, loss: Tensor, fraction: float) -> Tensor:
+        """Returns the loss of the global batch."""
+        return self._sum(loss * fraction if fraction else torch.zeros_like(loss))
+
+    def _fraction(self, model: Any, inputs: Any, num_items_in_batch: Any, share: Share) -> float:
+        """Returns the factor of this tower's loss. The sum of all products is the loss of the global batch.
+
+        Raises:
+            ValueError: on all towers: the loss is not a mean that is known.
+        """
+        is_chief = self.strategy.is_chief
+        if num_items_in_batch is not None and self._adds_up is None:
+            one, other = self._losses(model, [(inputs, num_items_in_batch), (inputs, 2 * num_items_in_batch)])
+            adds_up = is_chief and abs(other - one / 2) <= self._tolerance * abs(one)
+            self._adds_up = bool(self._sum(torch.tensor(float(adds_up))))
+        if self._adds_up:
+            return 1.0 if share.local else 0.0
+        labels = inputs.get("labels")
+        own = [float(_MEANS[name](labels, share.local)) if share.local else 0.0 for name in self._means]
+        votes = [float(is_chief)] * len(own)
+        if is_chief and len(own) > 1 and _are_of_entries(labels):
+            votes = self._votes(model, inputs, num_items_in_batch)
+        totals = self._sum(torch.tensor([*own, *votes])).tolist()
+        possible = [place for place in range(len(own)) if totals[len(own) + place]]
+        if not possible:
+            raise ValueError(
+                "the loss of the model or of compute_loss is neither a mean over examples or labels nor divided by "
+                "num_items_in_batch, so the loss of the global batch is not known: return one of these"
+            )
+        self._means = [self._means[place] for place in possible]
+        first = possible[0]
+        return own[first] / totals[first] if totals[first] else 0.0
+
+    def _votes(self, model: Any, inputs: Any, items: Any) -> list[float]:
+        """Returns for each possible mean whether the loss may be it; see [Note: the weight of a tower's loss]."""
+        counts = inputs["labels"].ne(-100).flatten(1).sum(1)
+        at = int(counts.argmax())
+        if (count := int(counts[at])) < _ENOUGH:
+            return [1.0] * len(self._means)
+        size = inputs["labels"].shape[0]
+        one = {name: value[at : at + 1] if _is_of(value, size) else value for name, value in inputs.items()}
+        entries = torch.nonzero(one["labels"].flatten() != -100).flatten()
+        fewer = one["labels"].flatten().index_fill(0, entries[count // 2 :], -100).view_as(one["labels"])
+        masked = {**one, "labels": fewer}
+        both = {name: torch.cat([value, masked[name]]) if _is_of(value, 1) else value for name, value in one.items()}
+        of_both, of_one, of_masked = self._losses(model, [(batch, items) for batch in (both, one, masked)])
+        limit = self._tolerance * max(abs(of_one), abs(of_masked))
+        shares = [(_MEANS[name](one["labels"], 1), _MEANS[name](fewer, 1)) for name in self._means]
+        return [float(abs((a * of_one + b * of_masked) / (a + b) - of_both) <= limit) for a, b in shares]
+
+    @property
+    def _tolerance(self) -> float:
+        """The relative rounding error of a loss."""
+        kinds = {parameter.dtype for parameter in self.model.parameters()}
+        return 1e-4 if kinds <= {torch.float32, torch.float64} and not (self.args.bf16 or self.args.fp16) else 0.03
+
+    def _losses(self, model: Any, batches: list[tuple[Any, Any]]) -> list[float]:
+        """Returns the losses of batches, each with a number of items."""
+        was_training = model.training
+        model.eval()
+        found = []
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for inputs, items in batches:
+                loss = self.compute_loss(model, {**inputs}, num_items_in_batch=items)
+                found.append(float(loss))
+        model.train(was_training)
+        return found
+
+    def store_flos(self) -> None:
+        if self._several:
+            self.current_flos = float(self._sum(torch.tensor(self.current_flos, dtype=torch.float64)))
+        super().store_flos()
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        arguments = (model, inputs, prediction_loss_only, ignore_keys)
+        if (share := self._share_of(inputs)) is None:
+            result: tuple[Any, Any, Any] = self.strategy.run(super().prediction_step, args=arguments)
+            return result
+        has_loss = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        fraction = self._fraction(model, inputs, items, share) if has_loss else 0.0
+        loss, logits, labels = self.strategy.run(super().prediction_step, args=arguments)
+        if loss is not None:
+            loss = self._total(loss, fraction)
+        # The loop repeats the loss for each example of a full batch.
+        self.gather_function = functools.partial(trees.map_leaves, lambda leaf: leaf[: share.total])
+        return loss, self._gather(logits, share), self._gather(labels, share)
+
+    def _gather(self, values: Any, share: Share) -> Any:
+        """Returns all towers' examples, with dimension 1 filled up with -100."""
+        if isinstance(values, (list, tuple)):
+            return type(values)(self._gather(value, share) for value in values)
+        if isinstance(values, dict):
+            return {name: self._gather(value, share) for name, value in values.items()}
+        if not isinstance(values, Tensor) or values.dim() == 0:
+            return values
+        if not share.local:
+            values = values[:0]
+        if values.dim() > 1:
+            longest = int(self.strategy.reduce("max", torch.tensor(values.shape[1], device=self.strategy.device)))
+            if (missing := longest - values.shape[1]) > 0:
+                padding = values.new_full((values.shape[0], missing, *values.shape[2:]), -100)
+                values = torch.cat([values, padding], dim=1)
+        return self.strategy.gather(values.contiguous())
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        self.strategy.barrier()  # other towers may load it
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Saves the random numbers that are equal on all towers, and those of each tower: dropout continues."""
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+        if self._several:
+            streams = self.strategy.streams.state_dict()
+            state = trees.map_leaves(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, streams)
+            states = self.strategy.communicator.all_gather_json(state)
+            if self.args.should_save:
+                (pathlib.Path(output_dir) / _RANDOM_STATES).write_text(json.dumps(states))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if not self._several or checkpoint is None:
+            return
+        path = pathlib.Path(checkpoint) / _RANDOM_STATES
+        states = json.loads(path.read_text()) if path.exists() else []
+        if len(states) == self.strategy.num_replicas_in_sync:
+            self.strategy.streams.load_state_dict(states[self.strategy.topology.index])
+        else:
+            self.strategy.streams.restart(f"resumed at step {self.state.global_step}")
+
+
+def _is_of(value: Any, examples: int) -> bool:
+    """Returns whether a value is a tensor with an entry for each example."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == examples
+
+
+class Trainer(OnTowers, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` on all towers, which start as in every other script; see :class:`OnTowers`."""
+
+
+def _take_place(args: Any, strategy: Strategy) -> None:
+    """Gives ``TrainingArguments`` the index and the device of this tower."""
+    _ = args.device  # makes the state
+    state = args.distributed_state
+    state.process_index, state.local_process_index = strategy.topology.index, strategy.topology.local_index
+    state.device = vars(args)["_setup_devices"] = strategy.device
+    args._n_gpu = min(args.n_gpu, 1)  # no DataParallel
+
+
+def _check_settings(args: Any) -> None:
+    """Refuses settings that several towers do not support."""
+    for name in ("deepspeed", "fsdp", "batch_eval_metrics", "auto_find_batch_size"):
+        if getattr(args, name, None):
+            raise ValueError(f"TrainingArguments({name}=…) is not supported on several towers: leave it out")
+    if "inputs" in args.include_for_metrics:
+        raise ValueError(
+            "TrainingArguments(include_for_metrics=…): several towers do not support 'inputs': leave it out"
+        )
