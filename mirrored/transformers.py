@@ -41,6 +41,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.shares import Share
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
+from towers.sharding.optimizer import OptimizerSharder
 from towers.system import tree as trees
 
 try:
@@ -396,6 +397,16 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         self.strategy.barrier()  # other towers may load it
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = self.strategy.engine
+        if (
+            not self.args.should_save
+            and engine.attached(OptimizerSharder) is not None
+            and not engine.one_tower_reads_state
+        ):
+            self.optimizer.state_dict()  # the chief's call is a collective
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the random numbers that are equal on all towers, and those of each tower: dropout continues."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.jobs import launch
+from tests.support.jobs import Settings, launch
 from tests.support.programs import run_program
 
 pytest.importorskip("transformers", reason="scripts/test --extras has it")
@@ -34,15 +34,31 @@ def test_losses_weights_and_metrics_of_one_device(one: Results, tmp_path: pathli
 
     for found in launch(trainings.run_all, str(tmp_path), False, count=towers):
         assert found.keys() == one.keys()
-        for case, expected in one.items():
-            history = found[case]["history"]
-            assert len(history) == len(expected["history"]), case
-            for entry, wanted in zip(history, expected["history"], strict=True):
-                assert entry == pytest.approx(wanted, abs=CLOSE), case
-            for name, value in expected["weights"].items():
-                np.testing.assert_allclose(found[case]["weights"][name], value, rtol=0, atol=CLOSE, err_msg=case)
-            np.testing.assert_array_equal(found[case]["labels"], expected["labels"], err_msg=case)
-            assert found[case]["loss"] == pytest.approx(expected["loss"], abs=CLOSE), case
+        assert_close(found, one)
+
+
+def assert_close(found: Results, one: Results) -> None:
+    for case, results in found.items():
+        expected = one[case]
+        assert len(results["history"]) == len(expected["history"]), case
+        for entry, wanted in zip(results["history"], expected["history"], strict=True):
+            assert entry == pytest.approx(wanted, abs=CLOSE), case
+        for name, value in expected["weights"].items():
+            np.testing.assert_allclose(results["weights"][name], value, rtol=0, atol=CLOSE, err_msg=case)
+        np.testing.assert_array_equal(results["labels"], expected["labels"], err_msg=case)
+        assert results["loss"] == pytest.approx(expected["loss"], abs=CLOSE), case
+
+
+@pytest.mark.parametrize(
+    ("settings", "hosts"),
+    [({"shard_optimizer": True}, ""), ({"shard_optimizer": True}, "ab"), ({"central": True}, "")],
+    ids=str,
+)
+def test_with_other_strategies(one: Results, tmp_path: pathlib.Path, settings: Settings, hosts: str) -> None:
+    from tests.hugging_face import trainings
+
+    for found in launch(trainings.with_strategy, str(tmp_path), settings, hosts):
+        assert_close(found, one)
 
 
 @pytest.mark.parametrize("towers", [2, 3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,7 @@ from transformers import (
 
 import mirrored
 import mirrored.transformers
+from tests.support.jobs import Settings, strategy_of
 
 WORDS = ["[PAD]", "one", "two", "three", "four", "five", "six", "seven"]
 TEXTS = [" ".join(WORDS[1 : 3 + (i * 5) % 7]) for i in range(18)]
@@ -222,6 +225,19 @@ def run_all(folder: str, alone: bool) -> dict[str, dict[str, Any]]:
     results = {}
     for name, make in CASES.items():
         trainer = make(kind, f"{folder}/{name}")
+        trainer.train()
+        results[name] = seen(trainer)
+    return results
+
+
+def with_strategy(folder: str, settings: Settings, hosts: str) -> dict[str, dict[str, Any]]:
+    """The results of some cases with a strategy of these settings; with a host for each tower."""
+    if hosts:
+        os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    kind: Any = functools.partial(mirrored.transformers.Trainer, strategy=strategy_of(settings))
+    results = {}
+    for name in ("accumulated", "classifier"):
+        trainer = CASES[name](kind, f"{folder}/{name}")
         trainer.train()
         results[name] = seen(trainer)
     return results
