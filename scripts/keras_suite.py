@@ -1,4 +1,4 @@
-"""Keras' own tests of trainers, callbacks and metrics, under a strategy of 1 and of 2 towers.
+"""Keras' own tests of trainers, callbacks and metrics, under a strategy of 1 and of 2 towers; ``--way`` selects it.
 
 Keras' wheel holds its tests beside its sources, and so does a checkout, which is taken in its place when its folder is
 given. Every tower runs each test, inside ``strategy.scope()``; folders for files are common to the towers. A test that
@@ -28,6 +28,11 @@ import pytest
 
 import mirrored
 
+WAYS: dict[str, tuple[type[mirrored.Strategy], dict[str, Any]]] = {
+    "mirrored": (mirrored.MirroredStrategy, {}),
+    "sharded": (mirrored.MirroredStrategy, {"shard_optimizer": True}),
+    "central": (mirrored.CentralStorageStrategy, {}),
+}
 FOLDERS = ("trainers", "callbacks", "metrics")
 
 _BY_TOWER_0 = "tower 0 alone sends or prints what the callback has to say"
@@ -195,7 +200,7 @@ def _last_line(report: Any) -> str:
 
 
 def run(
-    files: Sequence[str], match: str, folder: str, done: Sequence[str], under: bool, path: str
+    files: Sequence[str], match: str, folder: str, done: Sequence[str], under: str, path: str
 ) -> tuple[dict[str, Outcome], bool]:
     """Run tests on this tower; returns their outcomes, and whether these are all."""
     sys.path.insert(0, path)
@@ -204,7 +209,8 @@ def run(
     if under:
         import mirrored.keras
 
-        strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(timeout_seconds=20))
+        kind, options = WAYS[under]
+        strategy = kind(communication=mirrored.CommunicationOptions(timeout_seconds=20), **options)
     plugin = Towers(strategy, folder, done)
     if strategy is not None:
         plugin.share_files()
@@ -219,7 +225,7 @@ def run(
 
 
 def outcomes(
-    files: Sequence[str], match: str, path: str, towers: int, without: Collection[str]
+    files: Sequence[str], match: str, path: str, towers: int, without: Collection[str], way: str
 ) -> dict[str, list[Outcome]]:
     """The outcomes of all tests, one for each tower; towers that may be out of step begin again behind that test.
 
@@ -234,7 +240,7 @@ def outcomes(
     while not complete:
         before = len(found)
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (files, match, folder, [*without, *found], towers > 0, path)
+            arguments = (files, match, folder, [*without, *found], way if towers else "", path)
             results = mirrored.launch(run, arguments, devices=devices, timeout=3600)
         for name in {name for each, _ in results for name in each if name not in without}:
             found[name] = [each[name] for each, _ in results if name in each]
@@ -252,6 +258,7 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", help="a checkout of Keras; default: the Keras that is installed")
     parser.add_argument("--only", default="", help="files whose paths hold this, such as metrics")
     parser.add_argument("-k", dest="match", default="", help="tests whose names match, as of pytest: 'not jit'")
+    parser.add_argument("--way", choices=WAYS, default="mirrored", help="the strategy (default: mirrored)")
     options = parser.parse_args()
     path = pathlib.Path(options.folder).resolve() if options.folder else _installed()
     files = sorted(
@@ -262,7 +269,7 @@ def main() -> int:
     )
     if not files:
         parser.error(f"{path} holds no tests of Keras")
-    plain = outcomes(files, options.match, str(path), 0, ())
+    plain = outcomes(files, options.match, str(path), 0, (), options.way)
     if not plain:
         parser.error(f"no test's name matches {options.match}")
     failed_without = {name for name, results in plain.items() if kind_of(results) == "failed"}
@@ -270,7 +277,7 @@ def main() -> int:
         print(f"fails without a strategy: {name}: {plain[name][0].text}")
     bad = 0
     for towers in (1, 2):
-        found = outcomes(files, options.match, str(path), towers, failed_without)
+        found = outcomes(files, options.match, str(path), towers, failed_without, options.way)
         counted = collections.Counter(kind_of(results) for results in found.values())
         missing = plain.keys() - found.keys() - failed_without
         for name in sorted(missing) if towers > 1 else ():
