@@ -4,10 +4,11 @@
 looks up, in each forward. The other rows of its weight are not pulled. Its gradient has only these rows, and so has the
 push.
 
-[Note: what is pushed] When an optimizer steps, gradients are pushed. When a call ends, the values that it has added to
-buffers (BatchNorm's statistics) are pushed. Servers' answers to both are awaited together, before the next pull or at
-the end of the call. A parameter that a script writes on a worker would change in that process only, so this is an
-error. On the chief, such writes are assigned on the servers.
+[Note: what is pushed] When an optimizer steps, gradients are pushed, with the values that the forward has added to
+buffers (BatchNorm's statistics). So a step with the mean of several gradients takes the mean of these values, too. What
+is added without a step is pushed when the call ends. Servers' answers to both are awaited together, before the next
+pull or at the end of the call. A parameter that a script writes on a worker would change in that process only, so this
+is an error. On the chief, such writes are assigned on the servers.
 """
 
 from __future__ import annotations
@@ -197,7 +198,14 @@ class Replica:
         return self.variables[written[0]].name if written else None
 
     def add_buffers(self) -> None:
-        """Pushes the values added to buffers since the pull. Boolean or non-finite changes are assigned instead."""
+        """Pushes the values added to buffers since the pull or the last push."""
+        self._sent.append(self._servers.send("add", self._added()))
+
+    def _added(self) -> Values:
+        """Returns the values added to buffers since the pull or the last push.
+
+        Boolean or non-finite changes are assigned instead. Numbers of batches are floats: a step takes their mean.
+        """
         differences = Values()
         for index, before in self._buffers.items():
             tensor = self.tensors[index]
@@ -207,10 +215,11 @@ class Replica:
             self._buffers[index] = tensor.clone()
             (part,) = self.variables[index].parts
             if tensor.dtype != torch.bool and bool((difference := tensor - before).isfinite().all()):
-                differences[part] = difference
+                is_count = self.variables[index].name.endswith("num_batches_tracked")
+                differences[part] = difference.double() if is_count else difference
             else:
                 self.assign([index])
-        self._sent.append(self._servers.send("add", differences))
+        return differences
 
     # -- optimizers --------------------------------------------------------------------------------------
 
@@ -234,10 +243,11 @@ class Replica:
     def _push(self, index: int, optimizer: Optimizer) -> None:
         self.rebind()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
-        others = index, settings_of(optimizer), [made[index] for made in self._steps], self._worker
+        values = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
+        values |= (added := self._added())
+        others = index, settings_of(optimizer), [made[index] for made in self._steps], self._worker, set(added)
         # A server without gradients also counts the step.
-        self._sent.append(self._servers.send("push", gradients, *others, to_all=True))
+        self._sent.append(self._servers.send("push", values, *others, to_all=True))
         self.expire()
 
     def parts_of(self, tensor: Tensor) -> tuple[Part, ...]:

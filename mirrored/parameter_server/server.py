@@ -31,7 +31,7 @@ class _Optimizer:
     """An optimizer over the parts that this server stores.
 
     Attributes:
-        waiting: gradients for the mean of the next step, each with its worker.
+        waiting: gradients for the mean of the next step, with values to add to buffers, each with its worker.
         steps: the number of steps.
     """
 
@@ -57,6 +57,7 @@ class Server:
         self._staleness = staleness
         torch.sparse.check_sparse_tensor_invariants.disable()  # torch's optimizers violate them; this avoids a warning
         self._parts: dict[Part, Tensor] = {}
+        self._buffers: set[Part] = set()  # of which differences have arrived
         self._optimizers: dict[int, _Optimizer] = {}
         self._stepped = asyncio.Event()  # replaced after each step
         self._waiting = 0  # pulls that wait for others' gradients
@@ -73,9 +74,15 @@ class Server:
     async def add(self, differences: Values) -> None:
         """Adds differences to buffers. Floating-point differences are divided by ``replicas_to_aggregate``."""
         for part, difference in differences.items():
-            if difference.is_floating_point():
-                difference = difference / self._replicas_to_aggregate
-            self._parts[part].add_(difference)
+            self._add(part, [difference], self._replicas_to_aggregate)
+
+    def _add(self, part: Part, differences: list[Tensor], count: int) -> None:
+        """Adds the sum of differences to a buffer; of floating-point differences, divided by ``count``."""
+        total = functools.reduce(operator.add, differences)
+        if total.is_floating_point():
+            total = total / count
+        own = self._parts[part]
+        own.add_(total if own.is_floating_point() else total.round().to(own.dtype))
 
     async def pull(self, known: dict[Part, int], worker: int | None) -> tuple[Values, dict[Part, int], dict[int, int]]:
         """Returns the parts whose versions differ from ``known``.
@@ -117,11 +124,12 @@ class Server:
         self._optimizers[index] = _Optimizer(inner, [])
 
     async def push(
-        self, gradients: Values, index: int, settings: Settings, steps: list[int], worker: int | None
+        self, values: Values, index: int, settings: Settings, steps: list[int], worker: int | None, buffers: set[Part]
     ) -> None:
         """Adds gradients, and steps with their mean when all have arrived.
 
         Args:
+            values: gradients of parameters, and differences of ``buffers``.
             steps: the optimizer's number of steps on each server at the time of the pull.
             worker: the worker that sends them; None for the chief.
         """
@@ -129,16 +137,21 @@ class Server:
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
         if optimizer.steps - steps[self._index] <= self._staleness:
-            optimizer.waiting.append((worker, gradients))
+            optimizer.waiting.append((worker, values))
+            self._buffers |= buffers
         if len(optimizer.waiting) == self._replicas_to_aggregate:
             self._step(optimizer)
 
     def _step(self, optimizer: _Optimizer) -> None:
         """Steps with the mean of the waiting gradients."""
-        gradients, optimizer.waiting = [given for _, given in optimizer.waiting], []
-        for part in set().union(*gradients):
-            total = functools.reduce(operator.add, [given[part] for given in gradients if part in given])
-            self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
+        values, optimizer.waiting = [given for _, given in optimizer.waiting], []
+        for part in set().union(*values):
+            here = [given[part] for given in values if part in given]
+            if part in self._buffers:
+                self._add(part, here, len(values))
+                continue
+            total = functools.reduce(operator.add, here)
+            self._parts[part].grad = total if len(values) == 1 else total / len(values)
             increment_version(self._parts[part])  # an optimizer that writes to ``data`` does not increment it
         optimizer.inner.step()
         optimizer.inner.zero_grad()

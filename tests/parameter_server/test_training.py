@@ -111,7 +111,7 @@ def test_what_cannot_be_sent(training: Training) -> None:
         next(training.batches)
 
 
-def train_alone(strategy: mirrored.Strategy) -> list[Tensor]:
+def train_alone(strategy: mirrored.Strategy) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The synchronous training of three steps of two examples each that tower i makes with batches i, i + 2, …."""
     with strategy.scope():
         model = Words()
@@ -126,14 +126,18 @@ def train_alone(strategy: mirrored.Strategy) -> list[Tensor]:
 
     for number in range(3):
         strategy.run(step, examples(2 * number + strategy.topology.index))
-    return parameters_of(model)
+    return parameters_of(model), {name: value.clone() for name, value in model.named_buffers()}
 
 
 def test_synchronous_with_all_workers_is_the_mirrored_step() -> None:
     training = Training(replicas_to_aggregate=2)
     training.train(6)
     training.model.state_dict()  # pulls
-    torch.testing.assert_close(parameters_of(training.model), towers(train_alone)[0], rtol=1e-6, atol=1e-6)
+    (parameters, one), (_, other) = towers(train_alone)
+    torch.testing.assert_close(parameters_of(training.model), parameters, rtol=1e-6, atol=1e-6)
+    for name, value in training.model.named_buffers():
+        mean = (one[name] + other[name]) / 2
+        torch.testing.assert_close(value, mean.to(value.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_fewer_gradients_than_a_step_wants_keep_nobody_waiting() -> None:
