@@ -177,7 +177,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
 
     Raises:
         ValueError: the strategy has ``virtual_towers`` or ``synchronize``; or, on several towers, DeepSpeed, FSDP,
-            ``batch_eval_metrics`` or ``auto_find_batch_size`` is selected.
+            ``batch_eval_metrics``, ``auto_find_batch_size`` or ``include_for_metrics`` with inputs is selected.
     """
 
     current_flos: float
@@ -261,7 +261,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             return None
         real = [batch for batch, share in zip(batch_samples, shares, strict=True) if share is not None and share.local]
         own = super()._get_num_items_in_batch(real, device) if real else torch.zeros_like(torch.as_tensor(own))
-        return self._sum(torch.as_tensor(own, dtype=torch.float64 if device.type == "cpu" else torch.float32))
+        return self._sum(torch.as_tensor(own, dtype=torch.float32))
 
     def _sum(self, value: Tensor) -> Tensor:
         replica = current_replica()
