@@ -17,8 +17,11 @@ pytestmark = pytest.mark.extended
 
 Results = dict[str, dict[str, Any]]
 
-CLOSE = 2e-6
-"""The losses of transformers are of float32, also for models of float64."""
+CLOSE = 2e-5
+"""The losses of transformers are of float32, also for models of float64, and Adam divides by small gradients.
+
+On one machine, weights differed by 1.4e-6 at most. A wrong weight of a tower's loss changes them by 1e-3.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -55,4 +55,4 @@ def test_a_cell_has_the_losses_of_one_device(
         pytest.skip(str(reason))
     way, expected = one
     assert expected[-1] < expected[0]
-    assert losses(way, strategy, tmp_path) == pytest.approx(expected, rel=1e-5)
+    assert losses(way, strategy, tmp_path) == pytest.approx(expected, rel=1e-4)
