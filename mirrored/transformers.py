@@ -7,18 +7,19 @@
 Batch sizes are those of the global batch: ``per_device_train_batch_size=64`` is 64 examples on any number of towers.
 ``docs/how-to/hugging-face.md`` lists the differences from one device.
 
-[Note: each tower is a Trainer of one process] ``accelerate`` would find the launcher's variables, and wrap the model
-in ``DistributedDataParallel``. So they are hidden from its state. Each tower runs the loop of ``transformers`` as if
+[Note: each tower is a Trainer of one process] ``accelerate`` would find the launcher's variables, and wrap the model in
+``DistributedDataParallel``. So they are hidden from its state. Each tower runs the loop of ``transformers`` as if
 alone, over all batches, and computes its share of each. Towers other than the first have another process index, so that
-they write and print nothing. What the loop reads is the same on all towers: the number of items of a batch, losses,
-predictions and metrics. So the loops decide in the same way.
+they write and print nothing. All loops read the same numbers of items, losses, predictions and metrics, so they decide
+in the same way.
 
 [Note: the weight of a tower's loss] ``Trainer`` passes ``num_items_in_batch``, the number of labels of all batches of a
 step, to models and loss functions. Some divide the sum of their losses by it, and the losses of the towers add up.
 Others ignore it and return a mean: over examples, over labels that are not -100, or over those after the first of each
-text. The towers' losses then count by these numbers. Tower 0 finds out what it is, in the first step, from values of
-the loss in evaluation mode and without gradients. Twice the number of items halves a sum. Otherwise, it takes an
-example and a copy with fewer labels: only with the right weights, their losses have the loss of both as their mean.
+text. The towers' losses are then weighted by these numbers. In the first step, tower 0 computes some losses in
+evaluation mode, without gradients, to determine the kind of loss. Twice the number of items halves a sum. Otherwise,
+tower 0 uses an example and a copy with fewer labels: the mean of their losses is the loss of both only with the right
+weights.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ try:
     import transformers.trainer
 except ModuleNotFoundError as error:
     raise ImportError(
-        "mirrored.transformers needs transformers and accelerate: pip install 'transformers>=5,<6' accelerate"
+        "mirrored.transformers needs transformers and accelerate: pip install 'transformers>=5.24,<6' accelerate"
     ) from error
 
 __all__ = ["OnTowers", "Trainer"]
@@ -86,19 +87,15 @@ _ENOUGH = 4  # labels of an example, so that the weights of the means differ
 _RANDOM_STATES = "mirrored_random_states.json"
 
 
-@contextlib.contextmanager
-def _hidden_launcher() -> Iterator[None]:
-    hidden = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
 def _alone(init: Callable[..., None]) -> Callable[..., None]:
+    """Hides the launcher's variables from ``init``."""
+
     def initialise(state: Any, *args: Any, **kwargs: Any) -> None:
-        with _hidden_launcher():
+        hidden = {name: os.environ.pop(name) for name in _OF_LAUNCHERS if name in os.environ}
+        try:
             init(state, *args, **kwargs)
+        finally:
+            os.environ.update(hidden)
 
     return initialise
 
@@ -151,7 +148,7 @@ _trainer.skip_first_batches = _skip
 
 
 class _EndOfStep(transformers.TrainerCallback):  # type: ignore[misc]
-    """Tells the strategy that a step has ended, after the optimizer has stepped outside of ``run``."""
+    """Reports the end of a step to the strategy, after the optimizer has stepped outside of ``run``."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -254,11 +251,9 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Returns the number of labels of the batches on all towers."""
         shares = [self._share_of(batch) for batch in batch_samples]
-        if None in shares or not shares:
-            return super()._get_num_items_in_batch(batch_samples, device)
         own = super()._get_num_items_in_batch(batch_samples, device)
-        if own is None:
-            return None
+        if own is None or None in shares or not shares:
+            return own
         real = [batch for batch, share in zip(batch_samples, shares, strict=True) if share is not None and share.local]
         own = super()._get_num_items_in_batch(real, device) if real else torch.zeros_like(torch.as_tensor(own))
         return self._sum(torch.as_tensor(own, dtype=torch.float32))

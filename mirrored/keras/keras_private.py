@@ -75,7 +75,7 @@ def set_first_epoch(model: Any, epoch: int | None) -> None:
 def write_nothing(callback: Any) -> None:
     """Makes a ``BackupAndRestore`` only restore, or a ``ModelCheckpoint`` only decide.
 
-    Their calls of ``save_weights`` remain, which write nothing, because all towers call it.
+    They still call ``save_weights``, which writes nothing on these towers, because all towers must call it.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         callback._save_model = lambda: callback.model.save_weights("")

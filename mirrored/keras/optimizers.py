@@ -35,10 +35,8 @@ from towers.sharding.optimizer import OptimizerSharder
 from towers.sharding.shards import Shard
 from towers.system.torch_private import disable_dynamo
 
-_ELEMENTWISE = tuple(
-    getattr(keras.optimizers, name)
-    for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
-)
+_ELEMENTWISE = {"SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion"}
+"""Names of Keras' optimizers that update each element independently."""
 
 Slot = tuple[Any, str, Any]
 """A variable of a model, the name of a value of its optimizer, and the optimizer's variable for it."""
@@ -252,7 +250,8 @@ def _apply_sharded(optimizer: Any, grads: list[Any], variables: list[Any], strat
     step = _sharded_steps.get(optimizer)
     if step is None:
         kind = type(optimizer)
-        elementwise = getattr(kind, "elementwise", any(kind.__name__ == known.__name__ for known in _ELEMENTWISE))
+        is_known = kind.__name__ in _ELEMENTWISE and keras_private.is_of_keras(kind)
+        elementwise = getattr(kind, "elementwise", is_known)
         step = type(kind.__name__, (_ShardedStep,), {"elementwise": elementwise})(optimizer, strategy)
         _sharded_steps[optimizer] = step
     with torch.no_grad():

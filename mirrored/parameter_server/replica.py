@@ -5,10 +5,10 @@ looks up, in each forward. The other rows of its weight are not pulled. Its grad
 push.
 
 [Note: what is pushed] When an optimizer steps, gradients are pushed, with the values that the forward has added to
-buffers (BatchNorm's statistics). So a step with the mean of several gradients takes the mean of these values, too. What
-is added without a step is pushed when the call ends. Servers' answers to both are awaited together, before the next
-pull or at the end of the call. A parameter that a script writes on a worker would change in that process only, so this
-is an error. On the chief, such writes are assigned on the servers.
+buffers (BatchNorm's statistics). So a step with the mean of several gradients takes the mean of these values, too.
+Values that are added without a step are pushed when the call ends. Servers' answers to both are awaited together,
+before the next pull or at the end of the call. A parameter that a script writes on a worker would change in that
+process only, so this is an error. On the chief, such writes are assigned on the servers.
 """
 
 from __future__ import annotations

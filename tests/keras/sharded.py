@@ -1,4 +1,4 @@
-"""What Keras does with a sharded optimizer and in central storage, beyond numbers: run by ``launch`` on every tower."""
+"""Keras with a sharded optimizer and in central storage, except its numbers: run by ``launch`` on every tower."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """TensorFlow's table: each strategy with each way of training, compared with one device.
 
-The scripts are beside this test. The TPUs are simulated. Estimators never had ``TPUStrategy`` (they had
+The scripts are in the same folder. The TPUs are simulated. Estimators never had ``TPUStrategy`` (they had
 ``TPUEstimator``), but here ``train_and_evaluate`` is the same for all strategies.
 """
 
