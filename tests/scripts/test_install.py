@@ -124,8 +124,8 @@ import towers
 
 for package in (mirrored, towers):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        needs_extra = module.name.startswith(("mirrored.keras", "mirrored.lightning", "mirrored.parameter_server."))
-        if not needs_extra and not module.name.endswith("__main__"):
+        need_extras = ("mirrored.keras", "mirrored.lightning", "mirrored.parameter_server.", "mirrored.transformers")
+        if not module.name.startswith(need_extras) and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 """
 
@@ -165,19 +165,20 @@ print([name for name in ("keras", "torchmetrics", "cloudpickle", "tqdm", "pytest
     run([str(python), "-c", "import mirrored.keras"], cwd=wheel.parent)
 
 
-BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle", "servers": "ray"}
-BROUGHT |= {"progress": "tqdm", "tensorboard": "tensorboard", "lightning": "lightning"}
-"""By extra: the package that a part of ours imports, or lets torch import."""
+BROUGHT = {"keras": {"keras"}, "metrics": {"torchmetrics"}, "notebook": {"cloudpickle"}, "servers": {"ray"}}
+BROUGHT |= {"progress": {"tqdm"}, "tensorboard": {"tensorboard"}, "lightning": {"lightning"}}
+BROUGHT |= {"transformers": {"transformers", "accelerate"}}
+"""By extra: the packages that a part of ours imports, or lets torch import."""
 
 
 def test_what_is_imported_is_required_or_brought_by_an_extra(wheel: pathlib.Path) -> None:
     metadata = metadata_of(wheel)
     always = {each.name for each in required(metadata.requires)}
     by_extra = {extra: {each.name for each in required(metadata.requires, extra)} - always for extra in BROUGHT}
-    assert by_extra == {extra: {name} for extra, name in BROUGHT.items()}
+    assert by_extra == BROUGHT
     imported = {name for part in _PARTS[:2] for path in (ROOT / part).rglob("*.py") for name in imports(path)}
     others = imported - sys.stdlib_module_names - {"mirrored", "towers", "pytorch_lightning"}  # Lightning's older name
-    assert others == (always | set(BROUGHT.values())) - {"tensorboard"}
+    assert others == (always | set().union(*BROUGHT.values())) - {"tensorboard"}
     table = (ROOT / "docs/get-started/install.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
     extras = metadata.metadata.get_all("Provides-Extra") or []
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(extras)

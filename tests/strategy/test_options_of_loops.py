@@ -39,8 +39,6 @@ OPTIONS: dict[str, Callable[[], mirrored.Strategy]] = {
     "nonfinite_gradients": lambda: mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise"),
     "mirror_check_interval": lambda: mirrored.MirroredStrategy(seed=0, mirror_check_interval=1),
 }
-REFUSALS = {"CentralStorageStrategy": "central storage"}
-"""Words of a refusal that does not name the option itself."""
 
 
 def _communicating(**options: Any) -> mirrored.Strategy:
@@ -214,7 +212,7 @@ def test_an_option_is_honoured_or_refused(option: str, loop: str) -> None:
         pytest.skip("scripts/test --extras has it")
     if CELLS[option, loop] == "error":
         said = text_of(Exception, run, option, loop)
-        assert REFUSALS.get(option, option) in said
+        assert option in said
         return
     if option in ("nonfinite_gradients", "mirror_check_interval"):
         spoil, error = ("a value", "NonFiniteGradientError") if option[0] == "n" else ("a weight", "MirrorError")
@@ -230,7 +228,8 @@ def test_an_option_is_honoured_or_refused(option: str, loop: str) -> None:
     assert first == second
     if option in ("shard_optimizer", "CentralStorageStrategy"):
         assert first == pytest.approx(plain, rel=1e-5)
-        assert "is sharded over the towers" in problem
+        if loop != "Keras' `fit`":  # whose slots show the state
+            assert "is sharded over the towers" in problem
     elif option == "virtual_towers":
         [(alone, _)] = run(option, loop, count=1)
         assert first == alone
