@@ -1,8 +1,9 @@
 """Schedules functions on workers (after TensorFlow's ``tf.distribute.coordinator``).
 
-[Note: at least once] A lost worker is replaced by a new process, and its call is run again by the next free worker.
-Parts of the first attempt may already have been pushed, so a call has its effect at least once. A call in which 5
-workers were lost, one after another, is taken as the cause and raises an error.
+[Note: exactly once] A lost worker is replaced by a new process, and its call is run again by the next free worker. If
+gradients of the first attempt have reached a server, it drops those of the second. So every step is counted once, if
+the function makes the same steps again. A call in which 5 workers were lost, one after another, is taken as the cause
+and raises an error.
 
 [Note: the end] The thread of a worker has a strong reference to the coordinator only during a call. So a strategy and
 its coordinator are freed when the script drops them, and Ray ends the processes without a handle.
@@ -11,6 +12,7 @@ its coordinator are freed when the script drops them, and Ray ends the processes
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -31,7 +33,8 @@ _MOST_LOST = 5  # workers lost one after another by one call
 class RemoteValue:
     """The future result of a scheduled function."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._future: Future[Any] = Future()
         self._lost = 0  # the number of workers lost while they computed it
 
@@ -78,6 +81,8 @@ class ClusterCoordinator:
         self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
+        self._numbers = itertools.count()
+        self._unfinished: dict[int, None] = {}  # numbers of calls, in order
         self._error: BaseException | None = None
         shared = self._changed, self._queue
         reference = strategy.coordinator = ref(self, functools.partial(_abandon, *shared))
@@ -101,7 +106,8 @@ class ClusterCoordinator:
         with self._changed:
             self._raise_error()
             pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
-            self._queue.append((value := RemoteValue(), pickled))
+            self._queue.append((value := RemoteValue(next(self._numbers)), pickled))
+            self._unfinished[value._number] = None
             self._changed.notify_all()
         return value
 
@@ -155,8 +161,10 @@ class ClusterCoordinator:
 
     def _compute(self, index: int, value: RemoteValue, pickled: bytes) -> None:
         error: BaseException | None = None
+        with self._changed:
+            call = value._number, next(iter(self._unfinished))
         try:
-            value._future.set_result(self.strategy.call(index, pickled, self._step_if_all_wait))
+            value._future.set_result(self.strategy.call(index, pickled, call, self._step_if_all_wait))
         except ActorLostError as lost:
             value._lost += 1
             if value._lost == _MOST_LOST:
@@ -172,7 +180,11 @@ class ClusterCoordinator:
                     self._error = error
             elif not value._future.done():
                 self._queue.appendleft((value, pickled))
+            if value._future.done():
+                del self._unfinished[value._number]
             if self._error is not None:
+                for cancelled, _ in self._queue:
+                    del self._unfinished[cancelled._number]
                 _cancel_all(self._queue, "another function that was scheduled has raised")
             self._changed.notify_all()
         if value._lost:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable, Values
-from mirrored.parameter_server.server import Settings
+from mirrored.parameter_server.server import Request, Settings
 from mirrored.parameter_server.servers import Reference, Servers
 from towers.system.torch_private import count_as_stepped, disable_dynamo
 
@@ -33,6 +33,10 @@ Conditions = tuple[list[Settings], list[bool], list[bool]]
 """The properties that the chief may change between two calls: the settings of optimizers, whether each module trains,
 and whether each variable requires a gradient.
 """
+
+
+Call = tuple[int, int]
+"""The number of a call of a scheduled function, and that of the first unfinished one."""
 
 
 class Replica:
@@ -63,6 +67,8 @@ class Replica:
         self._buffers: dict[int, Tensor] = {}  # the values that a worker has pulled
         self._steps: list[dict[int, int]] = [{} for _ in servers.actors]  # of each optimizer, at the time of the pull
         self._sent: list[dict[int, Any]] = []  # requests without an answer yet
+        self._call: Call | None = None
+        self._requests = 0  # of this call
         self.optimizers: list[Optimizer] = []
         self._age = 0  # the number of times that others may have changed variables
         self._pulled = self._tables_pulled = -1  # the age of the local values
@@ -115,6 +121,19 @@ class Replica:
             tensor.requires_grad_(requires_grad).grad = None
 
     # -- values ------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call) -> None:
+        """Starts a call of a scheduled function with the servers' values."""
+        self._call, self._requests = call, 0
+        self.expire()
+        self.refresh()
+
+    def _request(self) -> Request | None:
+        """Returns the identity of the next request of a call, by which servers count it once."""
+        if self._call is None:
+            return None
+        self._requests += 1
+        return *self._call, self._requests
 
     def expire(self) -> None:
         """Makes the next use of variables pull again, because others may have changed them."""
@@ -199,7 +218,7 @@ class Replica:
 
     def add_buffers(self) -> None:
         """Pushes the values added to buffers since the pull or the last push."""
-        self._sent.append(self._servers.send("add", self._added()))
+        self._sent.append(self._servers.send("add", self._added(), self._request()))
 
     def _added(self) -> Values:
         """Returns the values added to buffers since the pull or the last push.
@@ -245,7 +264,8 @@ class Replica:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         values = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
         values |= (added := self._added())
-        others = index, settings_of(optimizer), [made[index] for made in self._steps], self._worker, set(added)
+        steps = [made[index] for made in self._steps]
+        others = index, settings_of(optimizer), steps, self._worker, set(added), self._request()
         # A server without gradients also counts the step.
         self._sent.append(self._servers.send("push", values, *others, to_all=True))
         self.expire()

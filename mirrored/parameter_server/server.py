@@ -25,6 +25,9 @@ from mirrored.parameter_server.servers import unpickle
 Settings = list[dict[str, Any]]
 """The settings of each group of an optimizer, such as the learning rate, without parameters."""
 
+Request = tuple[int, int, int]
+"""The number of a call, that of the first unfinished call, and the number of the request in its call."""
+
 
 @dataclass
 class _Optimizer:
@@ -61,6 +64,8 @@ class Server:
         self._optimizers: dict[int, _Optimizer] = {}
         self._stepped = asyncio.Event()  # replaced after each step
         self._waiting = 0  # pulls that wait for others' gradients
+        self._received: set[tuple[int, int]] = set()  # the requests of unfinished calls
+        self._first_unfinished = 0
 
     def __repr__(self) -> str:
         """Returns the actor's name, which Ray shows in errors and before its output."""
@@ -71,8 +76,23 @@ class Server:
         for part, value in values.items():
             self._parts.setdefault(part, value).copy_(value)
 
-    async def add(self, differences: Values) -> None:
+    def _is_repeated(self, request: Request | None) -> bool:
+        """Notes a request. Returns whether a lost worker has sent it already."""
+        if request is None:
+            return False
+        call, first, number = request
+        if first > self._first_unfinished:
+            self._first_unfinished = first
+            self._received = {known for known in self._received if known[0] >= first}
+        if (call, number) in self._received:
+            return True
+        self._received.add((call, number))
+        return False
+
+    async def add(self, differences: Values, request: Request | None) -> None:
         """Adds differences to buffers. Floating-point differences are divided by ``replicas_to_aggregate``."""
+        if self._is_repeated(request):
+            return
         for part, difference in differences.items():
             self._add(part, [difference], self._replicas_to_aggregate)
 
@@ -124,15 +144,24 @@ class Server:
         self._optimizers[index] = _Optimizer(inner, [])
 
     async def push(
-        self, values: Values, index: int, settings: Settings, steps: list[int], worker: int | None, buffers: set[Part]
+        self,
+        values: Values,
+        index: int,
+        settings: Settings,
+        steps: list[int],
+        worker: int | None,
+        buffers: set[Part],
+        request: Request | None,
     ) -> None:
-        """Adds gradients, and steps with their mean when all have arrived.
+        """Adds gradients, and steps with their mean when all have arrived. A repeated request has no effect.
 
         Args:
             values: gradients of parameters, and differences of ``buffers``.
             steps: the optimizer's number of steps on each server at the time of the pull.
             worker: the worker that sends them; None for the chief.
         """
+        if self._is_repeated(request):
+            return
         optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)

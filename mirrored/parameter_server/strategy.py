@@ -23,7 +23,7 @@ from mirrored.interceptor import interceptor
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
-from mirrored.parameter_server.replica import TABLES, Replica
+from mirrored.parameter_server.replica import TABLES, Call, Replica
 from mirrored.parameter_server.server import Server
 from mirrored.parameter_server.servers import (
     ActorLostError,
@@ -163,10 +163,11 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 "created in the scope are sent as references; create data with create_per_worker_dataset"
             ) from None
 
-    def call(self, index: int, pickled: bytes, meanwhile: Callable[[], None]) -> Any:
+    def call(self, index: int, pickled: bytes, call: Call, meanwhile: Callable[[], None]) -> Any:
         """Calls a function on a worker, and returns its result, with tensors on the CPU.
 
         Args:
+            call: its number, and that of the first unfinished call.
             meanwhile: is called every second.
 
         Raises:
@@ -174,7 +175,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             BaseException: the exception that the function raised.
         """
         try:
-            result = self._workers[index].call.remote(pickled, self._additions)
+            result = self._workers[index].call.remote(pickled, self._additions, call)
             while not ray.wait([result], timeout=1.0)[0]:
                 meanwhile()
             return unpickle(result_of(result, f"a scheduled function on worker {index}"))

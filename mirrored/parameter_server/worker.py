@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mirrored.data.distribute import InputContext
 from mirrored.parameter_server.layout import PlacedVariable
-from mirrored.parameter_server.replica import Replica
+from mirrored.parameter_server.replica import Call, Replica
 from mirrored.parameter_server.servers import Reference, Servers, pickle_by_reference, unpickle
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import tree as trees
@@ -119,12 +119,13 @@ class Worker:
             )
         return f"a scheduled function on worker {self._input.input_pipeline_id} raised {type(error).__name__}"
 
-    def call(self, pickled: bytes, additions: Sequence[ray.ObjectRef[Any]]) -> bytes:
+    def call(self, pickled: bytes, additions: Sequence[ray.ObjectRef[Any]], call: Call) -> bytes:
         """Calls a function.
 
         Args:
             pickled: the function, its arguments and keyword arguments, and the conditions of the chief.
             additions: the calls of this worker's methods ``add_…`` that must run before.
+            call: the number of this call, and that of the first unfinished one.
 
         Returns:
             The pickled result, with tensors on the CPU.
@@ -136,8 +137,7 @@ class Worker:
         for method, arguments in ray.get(additions[self._added :]):
             getattr(self, method)(*arguments)
             self._added += 1
-        self._replica.expire()
-        self._replica.refresh()
+        self._replica.begin(call)
         fn, args, kwargs, conditions = unpickle(pickled, self._resolve)
         self._replica.adopt_conditions(conditions)
         for data in self._counted():

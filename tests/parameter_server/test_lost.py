@@ -67,7 +67,7 @@ def test_ten_workers_killed_in_their_steps_lose_no_call(training: Training, tmp_
         kill_who_waits_in(tmp_path / str(number))
     training.coordinator.join()
     assert training.coordinator.fetch(values) == list(range(200))
-    assert {int(entry["step"]) for entry in training.adam.state_dict()["state"].values()} == {210}  # at least once
+    assert {int(entry["step"]) for entry in training.adam.state_dict()["state"].values()} == {200}
 
 
 def test_workers_killed_between_calls(training: Training) -> None:
