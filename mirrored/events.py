@@ -50,6 +50,7 @@ class Events:
         end_step: ``()``: a training step has ended, outside ``run``: at the end of a run that trains, in
             ``CheckpointManager.step()`` if the script calls it, or in Lightning after the steps of the optimizers.
         failed: ``(error)``: the function, or the code before it, has raised an exception.
+        saving: ``(name)``: a checkpoint of this name is about to be taken.
         saved: ``(name)``: a checkpoint of this name was taken. It may not be on disk yet.
         check: ``(call)``: all towers must be compared now. ``call`` describes the operation in progress in messages.
     """
@@ -58,7 +59,8 @@ class Events:
         self.recorded, self.mirrored, self.loaded = Moment(), Moment(), Moment()
         self.begin_run, self.end_run, self.failed = Moment(), Moment(), Moment()
         self.before_step, self.after_step = Moment(), Moment()
-        self.end_step, self.saved, self.check = Moment(), Moment(), Moment()
+        self.end_step, self.check = Moment(), Moment()
+        self.saving, self.saved = Moment(), Moment()
         self.phase = health.followers
 
 

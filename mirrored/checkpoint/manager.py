@@ -277,6 +277,7 @@ class CheckpointManager:
         started = clock.monotonic()
         self._remind()
         wait = not self._asynchronous if wait is None else wait
+        self._strategy.events.saving(chosen)
         with self._strategy.health.during(f"saving checkpoint {chosen}"), self._noting_failure():
             self._saver.save(chosen, self.steps, wait=wait)
         self._strategy.events.saved(chosen)

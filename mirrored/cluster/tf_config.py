@@ -216,3 +216,16 @@ def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str,
             f"address{'es' if len(jobs[kind]) > 1 else ''}: it goes from 0 to {len(jobs[kind]) - 1}"
         )
     return kind, index
+
+
+def is_evaluator(strategy: Any) -> bool:
+    """Returns whether this process must evaluate: as the task ``evaluator`` of TF_CONFIG, or in ``mirrored evaluate``.
+
+    TF_CONFIG counts even with strategies that do not read it, such as MirroredStrategy.
+    """
+    return "evaluator" in (os.environ.get("MIRRORED_TASK"), *(each.task_type for each in resolvers_of(strategy)))
+
+
+def resolvers_of(strategy: Any) -> list[ClusterResolver]:
+    """Returns what describes the cluster: the resolver of a strategy, if it has one, and TF_CONFIG."""
+    return [each for each in (strategy.cluster_resolver, TFConfigClusterResolver()) if each is not None]

@@ -3,7 +3,8 @@
 :mod:`.watching` finds new checkpoints and holds them. :mod:`.evaluator` evaluates them and keeps the table.
 """
 
-from mirrored.evaluation.evaluator import EarlyStopping, EvalSpec, Evaluator, Exporter, TrainSpec, is_evaluator
+from mirrored.cluster.tf_config import is_evaluator
+from mirrored.evaluation.evaluator import EarlyStopping, EvalSpec, Evaluator, Exporter, TrainSpec
 from mirrored.evaluation.watching import checkpoints_iterator
 
 __all__ = ["EarlyStopping", "EvalSpec", "Evaluator", "Exporter", "TrainSpec", "checkpoints_iterator", "is_evaluator"]

@@ -42,8 +42,7 @@ from mirrored.checkpoint.manifest import LATEST, TENSORS, check_name, is_step, n
 from mirrored.checkpoint.reading import save_weights
 from mirrored.checkpoint.restoring import Restorer
 from mirrored.checkpoint.tracked import track
-from mirrored.cluster.resolver import ClusterResolver
-from mirrored.cluster.tf_config import TFConfigClusterResolver
+from mirrored.cluster.tf_config import is_evaluator, resolvers_of
 from mirrored.context import refuse_inside_run
 from mirrored.data.dataset import DistributedDataset
 from mirrored.evaluation.watching import checkpoints_iterator
@@ -60,18 +59,6 @@ TABLE, HELD = "metrics.jsonl", "held"
 
 Row = dict[str, Any]
 """A row of the table: the metrics, ``step`` and ``sha256``."""
-
-
-def is_evaluator(strategy: Strategy) -> bool:
-    """Returns whether this process must evaluate: as the task ``evaluator`` of TF_CONFIG, or in ``mirrored evaluate``.
-
-    TF_CONFIG counts even with strategies that do not read it, such as MirroredStrategy.
-    """
-    return "evaluator" in (os.environ.get("MIRRORED_TASK"), *(each.task_type for each in _resolvers(strategy)))
-
-
-def _resolvers(strategy: Strategy) -> list[ClusterResolver]:
-    return [each for each in (strategy.cluster_resolver, TFConfigClusterResolver()) if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +388,7 @@ class TrainSpec:
     """The training of :func:`train_and_evaluate`.
 
     Args:
-        train_step: is called in ``strategy.run`` with each batch.
+        train_step: is called in ``strategy.run`` with each batch; with parameter servers, on a worker.
         data: the result of ``strategy.distribute_dataset``. Its epochs follow each other.
         max_steps: the step after which training ends, at least 1. Steps before a restart count.
         objects: the objects of a checkpoint in addition to the models and the data: optimizers, schedules.
@@ -411,6 +398,16 @@ class TrainSpec:
     data: DistributedDataset
     max_steps: int
     objects: Mapping[str, Any]
+
+
+def _runner(strategy: Any, train_step: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+    """Returns a function that runs a training step with its arguments, or schedules it on a worker."""
+    if not hasattr(strategy, "coordinator"):
+        return lambda args: strategy.run(train_step, args=args)
+    from mirrored.parameter_server.coordinator import ClusterCoordinator, ShortQueue  # needs Ray
+
+    queue = ShortQueue(strategy.coordinator() or ClusterCoordinator(strategy))
+    return lambda args: [*queue.schedule(strategy.run, (train_step, tuple(args)))]
 
 
 def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: Any) -> list[Row]:
@@ -431,19 +428,15 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
     strategy, data, max_steps = eval_spec.strategy, train_spec.data, train_spec.max_steps
     if max_steps < 1:
         raise ValueError(f"max_steps is {max_steps!r}, but must be at least 1")
-    if hasattr(strategy, "coordinator"):
-        raise ValueError(
-            "train_and_evaluate would train on the chief alone with ParameterServerStrategy: schedule the steps with a "
-            "ClusterCoordinator, and evaluate the checkpoints with an Evaluator"
-        )
     if is_evaluator(strategy):
         return eval_spec.run()
     objects = {**train_spec.objects, **eval_spec.models, "train": data}
     manager = CheckpointManager(strategy, eval_spec.folder, objects, **options)
     saved: list[str] = []
     strategy.events.saved.append(saved.append)
-    in_turns = not any("evaluator" in each.cluster_spec() for each in _resolvers(strategy))
+    in_turns = not any("evaluator" in each.cluster_spec() for each in resolvers_of(strategy))
     pause, every = Deadline(0), options.get("every_steps")
+    run = _runner(strategy, train_spec.train_step)
     with manager.resume() as restored:
         if (
             in_turns
@@ -456,7 +449,7 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
             if manager.steps >= max_steps:
                 break
             for batch in itertools.islice(data, max_steps - manager.steps):
-                strategy.run(train_spec.train_step, args=batch if isinstance(batch, (tuple, list)) else (batch,))
+                run(batch if isinstance(batch, (tuple, list)) else (batch,))
                 if every and (manager.steps + 1) % every == 0:
                     strategy.synchronize()  # with local steps: what is saved next is evaluated
                 manager.step()

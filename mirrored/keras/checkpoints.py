@@ -290,7 +290,7 @@ class _Progress:
 
     def state_dict(self) -> State:
         """Returns the state. All towers must call it."""
-        if self.training.several:
+        if self.training.defers:
             self.training.reduce()
         return {
             "epoch": self.epoch,

@@ -13,6 +13,8 @@ accuracy of 0.68 instead of 0.27). So towers load the whole batches of a ``DataL
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 import zlib
 from collections import deque
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from mirrored.data.dataset import DistributedDataset
+from mirrored.data.distribute import InputContext
 from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, around, data_adapters
 from mirrored.shares import Share, cut_for
@@ -46,6 +49,8 @@ class Loop:
         steps: the number of batches so far.
         logs: the logs of all towers at the last read.
         skip: the number of next batches to skip, because they were used before, and a function to call after that.
+        builds: whether a batch is read to build the model.
+        make_data: creates the data of a worker of parameter servers.
     """
 
     strategy: Strategy
@@ -53,6 +58,8 @@ class Loop:
     steps: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
     skip: tuple[int, Callable[[], None]] | None = None
+    builds: bool = False
+    make_data: Callable[[InputContext], Iterable[Any]] | None = None
 
 
 running: Loop | None = None
@@ -109,12 +116,22 @@ def _zeros(leaf: Any) -> Tensor:
 
 @around(data_adapters, "get_data_adapter")
 def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
-    if running is None or not loads_shares(x):
+    made_by_workers = isinstance(x, (types.FunctionType, types.MethodType, functools.partial))
+    if running is None or not (made_by_workers or loads_shares(x)):
         return original(x, y, sample_weight, **kwargs)
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
             raise ValueError(f"{name} was given together with a {type(x).__name__}, whose batches must contain it")
-    return _DistributedAdapter(distributed(running.strategy, x))
+    if not made_by_workers:
+        return _DistributedAdapter(distributed(running.strategy, x))
+    if not hasattr(running.strategy, "coordinator"):
+        raise TypeError(
+            "the data are a function, which creates those of each worker of a ParameterServerStrategy. With other "
+            "strategies, give model.fit the result of strategy.distribute_datasets_from_function"
+        )
+    if kwargs.get("steps_per_epoch") is None:
+        raise ValueError("the data are a function for each worker, without a known end: set steps_per_epoch")
+    return _WorkersAdapter(running, x)
 
 
 def loads_shares(x: Any) -> bool:
@@ -152,6 +169,29 @@ class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
             return len(self._dataset)
         except TypeError:
             return None
+
+
+class OfWorker:
+    """Takes the place of a batch that a worker of parameter servers reads."""
+
+
+class _WorkersAdapter(DataAdapter):  # type: ignore[misc]
+    """Makes data available to Keras that each worker of parameter servers creates itself."""
+
+    num_batches = None
+
+    def __init__(self, loop: Loop, make_data: Callable[[InputContext], Iterable[Any]]) -> None:
+        self._loop = loop
+        loop.make_data = make_data
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._loop.builds and self._loop.make_data is not None:
+            yield next(iter(self._loop.make_data(InputContext(1, 0, 1))))
+        while True:
+            yield OfWorker()
 
 
 @around(TorchEpochIterator, "_get_iterator")

@@ -20,10 +20,12 @@ from keras.src.backend.torch.trainer import TorchTrainer as TorchTrainer
 from keras.src.callbacks.callback_list import CallbackList as CallbackList
 from keras.src.losses import loss as loss
 from keras.src.metrics import reduction_metrics as reduction_metrics
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers import data_adapters as data_adapters
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.trainer import Trainer as Trainer
+from keras.src.utils import tracking
 
 SUMS_ACTIVITIES = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 """Whether a regulariser of activities adds up the examples."""
@@ -123,6 +125,98 @@ def copy_of_optimizer(optimizer: Any) -> Any:
     return copy
 
 
+def built(model: Any) -> Any:
+    """Returns a model's optimizer with its variables."""
+    optimizer = model.optimizer
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+def numbers_of(optimizer: Any) -> dict[str, Any]:
+    """Returns the variables that belong to no parameter, by name, except the learning rate."""
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
+    found.pop("_learning_rate", None)
+    return found
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """Returns the settings of an optimizer that a script may change between two steps."""
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float, type(None)))}
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        found["_learning_rate"] = float(optimizer._learning_rate.value)
+    return {name: value for name, value in found.items() if name not in ("built", "_lock")}
+
+
+def set_settings(optimizer: Any, settings: dict[str, Any]) -> None:
+    """Gives an optimizer the result of :func:`settings_of` of another one of its class."""
+    for name, value in settings.items():
+        if isinstance(own := vars(optimizer).get(name), keras.Variable):
+            own.assign(value)
+        else:
+            vars(optimizer)[name] = value
+
+
+def clipped(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Returns gradients as an optimizer would use them, without the scale of the loss."""
+    if (scale := optimizer.loss_scale_factor) is not None:
+        gradients = [gradient / scale for gradient in gradients]
+    return list(optimizer._clip_gradients(gradients))
+
+
+def step(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    """Applies gradients that are already scaled."""
+    optimizer._backend_apply_gradients(gradients, variables)
+    finish_step(optimizer, variables)
+
+
+_OF_COMPILE = ("optimizer", "loss", "compiled", "_compile_loss", "_compile_metrics", "_loss_tracker")
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+_NOT_PICKLED = {*_OF_COMPILE, *_FUNCTIONS, "_compile_config", "_eval_epoch_iterator", "history"}
+
+
+def compiled(model: Any) -> dict[str, Any]:
+    """Returns the attributes that a training step needs and ``compile`` has set."""
+    return {name: vars(model)[name] for name in _OF_COMPILE if name in vars(model)}
+
+
+def register_variables(layer: Any) -> None:
+    """Makes a layer's variables torch parameters of it. Keras does it at the first use of them."""
+    layer.torch_params  # noqa: B018
+
+
+def written_by(layer: Any) -> list[Any]:
+    """Returns the variables of a layer that no optimizer steps, such as moving statistics and states of seeds."""
+    of_seeds = [generator.state for generator in layer._seed_generators]
+    return [each for each in (*layer._non_trainable_variables, *of_seeds) if isinstance(each, keras.Variable)]
+
+
+def reduce_with_attributes(obj: Any) -> Any:
+    """Returns how to pickle an object of Keras with all its attributes, or NotImplemented for other objects."""
+    kind = type(obj)
+    for plain in (list, dict, set):
+        if isinstance(obj, plain) and kind.__module__ == tracking.__name__:
+            return plain.__new__, (kind,), (plain(obj), vars(obj)), None, None, _fill
+    if not isinstance(obj, KerasSaveable):
+        return NotImplemented
+    state = dict(vars(obj))
+    if isinstance(obj, Trainer):
+        state.update((name, None) for name in _NOT_PICKLED if name in state)
+    return object.__new__, (kind,), state, None, None, _update
+
+
+def _update(obj: Any, state: Any) -> None:
+    vars(obj).update(state)
+
+
+def _fill(tracked: Any, state: Any) -> None:
+    contents, attributes = state
+    vars(tracked).update(attributes)
+    plain = type(contents)
+    (plain.extend if plain is list else plain.update)(tracked, contents)
+
+
 def set_memory(variable: Any, tensor: Any) -> None:
     """Gives a Keras variable other memory."""
     variable._value = tensor
@@ -149,14 +243,14 @@ def replace_clipping(optimizer: Any, clip: Callable[..., list[Any]]) -> None:
     vars(optimizer).update(_clip_gradients=clipped, _backend_apply_gradients=noting)
 
 
-def replace_weight_decay(optimizer: Any, other: Any, owner: Callable[[Any], Any]) -> None:
-    """Makes an optimizer apply weight decay to variables without owner, and to those whose owners ``other`` decays."""
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Returns whether an optimizer applies weight decay to a variable."""
+    return bool(optimizer._use_weight_decay(variable))
 
-    def uses(variable: Any) -> bool:
-        found = owner(variable)
-        return found is None or bool(other._use_weight_decay(found))
 
-    vars(optimizer)["_use_weight_decay"] = uses
+def replace_weight_decay(optimizer: Any, decays: Callable[[Any], bool]) -> None:
+    """Makes an optimizer apply weight decay to the variables for which ``decays(variable)``."""
+    vars(optimizer)["_use_weight_decay"] = decays
 
 
 def apply_like(optimizer: Any, other: Any, gradients: list[Any], variables: list[Any]) -> None:

@@ -94,9 +94,9 @@ class Metrics:
         self._counting = True
         for metric in self._model.metrics:
             if id(metric) not in self._checked:
-                _check(metric)
+                check(metric)
                 self._checked.add(id(metric))
-        self._base = {id(variable): (variable, variable.value.clone()) for variable in self._variables()}
+        self._base = {id(each): (each, each.value.clone()) for each in variables_of_metrics(self._model)}
 
     def have(self, variable: Any) -> bool:
         """Returns whether a variable belongs to one of the model's metrics.
@@ -106,7 +106,7 @@ class Metrics:
         if id(variable) in self._base:
             return True
         hidden = (own for metric in metrics_of_default_steps(self._model) for own in metric.variables)
-        return any(variable is own for own in (*self._variables(), *hidden))
+        return any(variable is own for own in (*variables_of_metrics(self._model), *hidden))
 
     def count(self, share: Share) -> None:
         """Ends a step with a share."""
@@ -115,7 +115,7 @@ class Metrics:
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         """Returns each variable's tensor, and a copy of it."""
-        return [(variable.value, variable.value.clone()) for variable in self._variables()]
+        return [(variable.value, variable.value.clone()) for variable in variables_of_metrics(self._model)]
 
     def forget(self) -> None:
         """Forgets this tower's counts after all towers have set the metrics to the same state."""
@@ -136,12 +136,12 @@ class Metrics:
         Raises:
             TypeError: on all towers; see [Note: tower 0's value is that of all].
         """
-        local, share = self._results(), step.share
+        local, share = results(self._model), step.share
         keys = [key for key, value in logs.items() if _is_scalar(value) or key in local]
         device = self._comm.device
         is_result = [float(not share.local or _same(logs[key], local.get(key))) for key in keys]
         numbers = [float(logs[key]) * step.fraction if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
-        variables = self._variables()
+        variables = variables_of_metrics(self._model)
         own = [
             torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),
             self._row(torch.tensor(float(self._in_each_step), dtype=torch.float64, device=device)),
@@ -154,7 +154,7 @@ class Metrics:
         for variable, total in zip(variables, sums, strict=True):
             self._set(variable, total, examples, towers)
         self.forget()
-        combined, result = self._results(), dict(logs)
+        combined, result = results(self._model), dict(logs)
         for position, key in enumerate(keys):
             if sums_of_logs[position] == self._comm.size:
                 result[key] = combined.get(key, logs[key])
@@ -193,14 +193,17 @@ class Metrics:
             total = total + base[1].detach().double()
         value.copy_(total)
 
-    def _variables(self) -> list[Any]:
-        return list({id(v): v for metric in self._model.metrics for v in metric.variables}.values())
 
-    def _results(self) -> Logs:
-        """Returns the metrics' current results by name, in both forms that a ``train_step`` may return."""
-        nested: Logs = {metric.name: metric.result() for metric in self._model.metrics}
-        nested.update(self._model.get_metrics_result())
-        return nested
+def variables_of_metrics(model: Any) -> list[Any]:
+    """Returns the variables of a model's metrics."""
+    return list({id(v): v for metric in model.metrics for v in metric.variables}.values())
+
+
+def results(model: Any) -> Logs:
+    """Returns the current results of a model's metrics by name, in both forms that a ``train_step`` may return."""
+    nested: Logs = {metric.name: metric.result() for metric in model.metrics}
+    nested.update(model.get_metrics_result())
+    return nested
 
 
 def _check_equal(variable: Any, values: Tensor) -> None:
@@ -216,7 +219,7 @@ def _check_equal(variable: Any, values: Tensor) -> None:
         )
 
 
-def _check(metric: Any) -> None:
+def check(metric: Any) -> None:
     """Checks that a metric's values of several towers can be combined.
 
     Raises:

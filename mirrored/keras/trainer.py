@@ -52,8 +52,16 @@ def _training_of(model: Any) -> Training | None:
         return None
     training = _trainings.get(model)
     if training is None or training.strategy is not strategy:
-        training = _trainings[model] = Training(model, strategy)
+        training = _trainings[model] = _kind_of_training(strategy)(model, strategy)
     return training
+
+
+def _kind_of_training(strategy: Strategy) -> Any:
+    if not hasattr(strategy, "coordinator"):
+        return Training
+    from mirrored.keras.served import ServedTraining  # needs Ray
+
+    return ServedTraining
 
 
 def _checked_training_of(model: Any, call: str) -> Training | None:
@@ -61,7 +69,7 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
 
     Raises:
         MirrorError: there are several towers, and the model does not belong to their strategy.
-        RuntimeError: inside ``strategy.run``; or with virtual towers, ``synchronize=`` or parameter servers.
+        RuntimeError: inside ``strategy.run``; or with virtual towers or ``synchronize=``.
     """
     training = _training_of(model)
     if training is None:
@@ -73,11 +81,6 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
             )
         return None
     refuse_inside_run(f"model.{call}", "call it outside, it runs its steps itself")
-    if hasattr(training.strategy, "coordinator"):
-        raise RuntimeError(
-            f"model.{call} would train on the chief alone with ParameterServerStrategy: schedule the steps with a "
-            "ClusterCoordinator, or use MultiWorkerMirroredStrategy"
-        )
     if training.strategy.virtual_towers is not None:
         raise RuntimeError(
             f"model.{call} cannot be split into virtual towers: Keras' train_step computes one loss of all "
@@ -107,7 +110,12 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around(Trainer, "_symbolic_build")
 def _symbolic_build(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    original(model, *args, **kwargs)
+    if data.running is None:
+        original(model, *args, **kwargs)
+    else:
+        data.running.builds = True
+        original(model, *args, **kwargs)
+        data.running.builds = False
     training = _training_of(model)
     if training is not None and training.several:
         knows = training.strategy.engine.recorder.knows
@@ -119,15 +127,15 @@ def _symbolic_build(original: Any, model: Any, *args: Any, **kwargs: Any) -> Non
 def _reset_metrics(original: Any, model: Any) -> None:
     original(model)
     training = _training_of(model)
-    if training is not None and training.several:
-        training.metrics.forget()
+    if training is not None and training.defers:
+        training.forget()
 
 
 @around(Trainer, "_get_metrics_result_or_logs")
 def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
     training = _training_of(model)
     if training is not None and data.running is not None and data.running.strategy is training.strategy:
-        reduced = training.reduce() if training.several else {}
+        reduced = training.reduce() if training.defers else {}
         # There are no logs if all batches of the epoch were run before the checkpoint.
         logs = reduced or logs or model.get_metrics_result()
         interceptor().returned("the logs of Keras' loop", logs)
@@ -230,10 +238,14 @@ def _on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns the logs of the global batch."""
     name = original.__name__
     training = _checked_training_of(model, name) if name == "train_on_batch" else _training_of(model)
-    if training is None or not training.several:
+    if training is None or not training.defers:
         return original(model, *args, **kwargs)
-    with training.loop(reads_every=1):
-        return original(model, *args, **kwargs)
+    training.waits = True
+    try:
+        with training.loop(reads_every=1):
+            return original(model, *args, **kwargs)
+    finally:
+        training.waits = False
 
 
 @around(TorchTrainer, "make_train_function", "make_test_function", "make_predict_function")
@@ -260,11 +272,13 @@ def _as_training_step(training: Training, function: Callable[[Any], Any]) -> Cal
 
 def _run(training: Training, kind: str, function: Callable[[Any], Any], batches: Any) -> Any:
     """Runs ``function``, Keras' own for one batch, under the model's strategy, and returns its result."""
+    if kind == "train" and training.defers:
+        return training.step(function, batches[0], trains=True)
     if not training.several:
         function = _as_training_step(training, function) if kind == "train" else function
         return training.strategy.run(function, args=(batches,))
     if kind != "predict":
-        return training.step(function, batches[0], kind == "train")
+        return training.step(function, batches[0], trains=False)
     outputs, step = training.run(function, batches[0], trains=False)
     if not step.share.local:
         outputs = keras.tree.map_structure(lambda output: output[:0], outputs)

@@ -91,12 +91,19 @@ class StepVariables:
 
 
 class Training:
-    """One model under a strategy."""
+    """One model under a strategy.
+
+    Attributes:
+        several: whether there are several towers.
+        defers: whether the logs of a step are complete only after :meth:`reduce`.
+        waits: whether a step of this process waits until it is complete (``train_on_batch``).
+    """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model = weakref.proxy(model)
         self.strategy = strategy
-        self.several = strategy.num_replicas_in_sync > 1
+        self.several = self.defers = strategy.num_replicas_in_sync > 1
+        self.waits = False
         self.metrics = Metrics(self._model, strategy.communicator)
         self._variables = StepVariables(self._model, strategy.communicator)
         self._loop = data.Loop(strategy)
@@ -150,6 +157,10 @@ class Training:
         if regular or (trains and self.is_read()):
             self.reduce()
         return loop.logs or logs
+
+    def forget(self) -> None:
+        """Forgets the counts of metrics, after their reset."""
+        self.metrics.forget()
 
     def reduce(self) -> dict[str, Any]:
         """Returns the newest logs of all towers; see :meth:`Metrics.reduce`."""

@@ -12,9 +12,8 @@ its coordinator are freed when the script drops them, and Ray ends the processes
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from threading import Condition, Thread
 from typing import Any
@@ -81,7 +80,6 @@ class ClusterCoordinator:
         self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
-        self._numbers = itertools.count()
         self._unfinished: dict[int, None] = {}  # numbers of calls, in order
         self._error: BaseException | None = None
         shared = self._changed, self._queue
@@ -106,7 +104,7 @@ class ClusterCoordinator:
         with self._changed:
             self._raise_error()
             pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
-            self._queue.append((value := RemoteValue(next(self._numbers)), pickled))
+            self._queue.append((value := RemoteValue(next(self.strategy.numbers_of_calls)), pickled))
             self._unfinished[value._number] = None
             self._changed.notify_all()
         return value
@@ -195,6 +193,28 @@ class ClusterCoordinator:
         with self._changed:
             most = self.strategy.workers if self._queue else self._running
         self.strategy.flush(most)
+
+
+class ShortQueue:
+    """Schedules functions of a loop, at most two for each worker at a time: one runs, and one waits."""
+
+    def __init__(self, coordinator: ClusterCoordinator) -> None:
+        self.coordinator = coordinator
+        self._values: deque[RemoteValue] = deque()
+
+    def schedule(self, fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[Any]:
+        """Schedules ``fn(*args)``. Returns the results of earlier functions for which it had to wait."""
+        self._values.append(self.coordinator.schedule(fn, args))
+        return self._results(2 * self.coordinator.strategy.workers)
+
+    def finish(self) -> Iterator[Any]:
+        """Returns the results of all functions, in the order of their ``schedule``."""
+        yield from self._results(0)
+        self.coordinator.join()
+
+    def _results(self, most: int) -> Iterator[Any]:
+        while len(self._values) > most:
+            yield self._values.popleft().fetch()
 
 
 def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:

@@ -73,10 +73,11 @@ class PlacedVariable:
 
     Attributes:
         name: its path in its model.
-        trained: whether it is a parameter, not a buffer.
+        trained: whether optimizers may step it; otherwise, forwards write to it.
         table: whether only the rows that are looked up are exchanged.
         parts: one part, or several along dimension 0.
         like: a tensor of its shape, strides and dtype, without memory.
+        is_parameter: whether its class is ``nn.Parameter``.
     """
 
     name: str
@@ -84,15 +85,21 @@ class PlacedVariable:
     table: bool
     parts: tuple[Part, ...]
     like: Tensor
+    is_parameter: bool
 
     def allocate(self) -> Tensor:
         """Returns a new tensor of this kind, without values. A parameter does not require a gradient yet."""
         memory = torch.empty_like(self.like, device="cpu")
-        return nn.Parameter(memory, requires_grad=False) if self.trained else memory
+        return nn.Parameter(memory, requires_grad=False) if self.is_parameter else memory
 
 
 def lay_out(
-    names: Mapping[Tensor, str], first: int, tables: Set[int], turn: Iterator[int], partitioner: Partitioner | None
+    names: Mapping[Tensor, str],
+    first: int,
+    tables: Set[int],
+    buffers: Set[int],
+    turn: Iterator[int],
+    partitioner: Partitioner | None,
 ) -> list[PlacedVariable]:
     """Assigns variables to servers.
 
@@ -100,6 +107,7 @@ def lay_out(
         names: the variables with their names.
         first: the index of the first variable.
         tables: the ids of the parameters of which only rows are exchanged.
+        buffers: the ids of the parameters that forwards write to.
         turn: yields the server of each part.
 
     Raises:
@@ -111,7 +119,8 @@ def lay_out(
     for index, (tensor, name) in enumerate(names.items(), first):
         if is_lazy(tensor):
             raise RuntimeError(f"{name} has no shape yet: call its model in the scope, or before the first schedule()")
-        shape, shards, trained = tuple(tensor.shape), [1], isinstance(tensor, nn.Parameter)
+        shape, shards = tuple(tensor.shape), [1]
+        trained = isinstance(tensor, nn.Parameter) and id(tensor) not in buffers
         if partitioner is not None and trained and shape and shape[0]:
             shards = [*partitioner(shape, tensor.dtype)]
             if len(shards) != len(shape) or not 1 <= shards[0] <= shape[0] or any(n != 1 for n in shards[1:]):
@@ -122,7 +131,8 @@ def lay_out(
         cuts = [bounds(shape[0], shards[0], i) for i in range(shards[0])] if shards[0] > 1 else [(0, 0)]
         parts = tuple(Part(index, start, end, next(turn)) for start, end in cuts)
         like = tensor.detach().to("meta")
-        variables.append(PlacedVariable(name, trained, id(tensor) in tables, parts, like))
+        of_class = isinstance(tensor, nn.Parameter)
+        variables.append(PlacedVariable(name, trained, id(tensor) in tables, parts, like, of_class))
     return variables
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable, Values
+from mirrored.parameter_server.libraries import ServedOptimizer, libraries
 from mirrored.parameter_server.server import Request, Settings
 from mirrored.parameter_server.servers import Reference, Servers
 from towers.system.torch_private import count_as_stepped, disable_dynamo
@@ -91,6 +92,8 @@ class Replica:
         On the chief, all are pulled before ``state_dict()``.
         """
         for model in models:
+            for library in libraries:
+                library.watch(model.modules(), self.refresh)
             for layer in model.modules():
                 self.references[id(layer)] = ("module", len(self.modules))
                 self.modules.append(layer)
@@ -119,6 +122,12 @@ class Replica:
             module.training = trains
         for tensor, requires_grad in zip(self.tensors, trainable, strict=False):
             tensor.requires_grad_(requires_grad).grad = None
+        self._note_steps()
+
+    def _note_steps(self) -> None:
+        for optimizer in self.optimizers if self._worker is not None else ():
+            if isinstance(optimizer, ServedOptimizer):
+                optimizer.note_steps(self.steps_of(optimizer))
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -127,6 +136,11 @@ class Replica:
         self._call, self._requests = call, 0
         self.expire()
         self.refresh()
+
+    def steps_of(self, optimizer: Optimizer) -> int:
+        """Returns the number of an optimizer's steps on the servers at the last pull."""
+        index = self.optimizers.index(optimizer)
+        return max((made.get(index, 0) for made in self._steps), default=0)
 
     def _request(self) -> Request | None:
         """Returns the identity of the next request of a call, by which servers count it once."""
@@ -154,6 +168,7 @@ class Replica:
             self._known |= versions
             self._take(changed)
         self._pulled = age
+        self._note_steps()
 
     @disable_dynamo
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
@@ -281,4 +296,6 @@ def _refuse_group(group: Any) -> None:
 
 def settings_of(optimizer: Optimizer) -> Settings:
     """Returns the settings of an optimizer's groups, without parameters."""
+    if isinstance(optimizer, ServedOptimizer):
+        optimizer.update_settings()
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from mirrored.parameter_server.layout import Part, Values
+from mirrored.parameter_server.libraries import ServedOptimizer
 from mirrored.parameter_server.servers import unpickle
 
 Settings = list[dict[str, Any]]
@@ -140,7 +141,10 @@ class Server:
         """
         inner = unpickle(pickled, lambda reference: reference[1])
         for group in inner.param_groups:
-            group["params"] = [own for i in group["params"] for part, own in self._parts.items() if part.variable == i]
+            parts = [(place, p) for place, i in enumerate(group["params"]) for p in self._parts if p.variable == i]
+            group["params"] = [self._parts[part] for _, part in parts]
+            if isinstance(inner, ServedOptimizer):
+                inner.take_parts([place for place, _ in parts], group["params"])
         self._optimizers[index] = _Optimizer(inner, [])
 
     async def push(

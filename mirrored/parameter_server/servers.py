@@ -21,6 +21,7 @@ from ray.cloudpickle import CloudPickler
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from mirrored.parameter_server.layout import Part, PlacedVariable
+from mirrored.parameter_server.libraries import libraries
 from towers.errors import PeerLostError
 
 Reference = tuple[Any, ...]
@@ -131,6 +132,14 @@ class Servers:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "no variables"
 
 
+class _Pickler(CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        for library in libraries:
+            if (reduced := library.reduce(obj)) is not NotImplemented:
+                return reduced
+        return super().reducer_override(obj)
+
+
 def pickle_by_reference(value: Any, reference_of: Callable[[Any], Reference | None] = lambda obj: None) -> bytes:
     """Pickles a value.
 
@@ -140,7 +149,7 @@ def pickle_by_reference(value: Any, reference_of: Callable[[Any], Reference | No
     Raises:
         TypeError: a part of the value cannot be pickled.
     """
-    pickler: Any = CloudPickler(file := io.BytesIO())
+    pickler: Any = _Pickler(file := io.BytesIO())
     pickler.persistent_id = reference_of
     try:
         pickler.dump(value)

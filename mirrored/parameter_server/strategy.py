@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirrored.cluster.resolver import ClusterResolver
-from mirrored.cluster.tf_config import TFConfigClusterResolver
-from mirrored.evaluation.evaluator import is_evaluator
+from mirrored.cluster.tf_config import TFConfigClusterResolver, is_evaluator
 from mirrored.interceptor import interceptor
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
+from mirrored.parameter_server.libraries import libraries
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.replica import TABLES, Call, Replica
@@ -118,6 +119,8 @@ class ParameterServerStrategy(OneDeviceStrategy):
             self._cluster = Cluster(resolver, workers + servers, startup_timeout_seconds)
         self.workers = workers
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
+        self.numbers_of_calls = itertools.count()
+        self.events.saving.append(functools.partial(_finish_calls, weakref.ref(self)))
         turn = itertools.cycle(range(servers))
         self._lay_out = functools.partial(lay_out, turn=turn, partitioner=variable_partitioner)
         self._roots: list[nn.Module] = []
@@ -153,7 +156,9 @@ class ParameterServerStrategy(OneDeviceStrategy):
             TypeError: an object in it cannot be pickled.
         """
         self._place()
-        if [module for root in self._roots for module in root.modules()] != self.replica.modules:
+        if _with_forward(module for root in self._roots for module in root.modules()) != _with_forward(
+            self.replica.modules
+        ):
             raise RuntimeError("a model has got other modules since the first schedule(): make them before it")
         try:
             return pickle_by_reference((fn, args, kwargs, self.replica.conditions()), self._reference_of)
@@ -217,7 +222,8 @@ class ParameterServerStrategy(OneDeviceStrategy):
             for path, tensor in (*root.named_parameters(), *root.named_buffers())
             if id(tensor) not in replica.references
         }
-        variables = self._lay_out(names, len(replica.tensors), _tables(roots))
+        buffers = {id(p) for root in roots for library in libraries for p in library.written_by_forward(root)}
+        variables = self._lay_out(names, len(replica.tensors), _tables(roots), buffers)
         replica.add(variables, names)
         replica.rebind()
         replica.assign(replica.written())
@@ -238,6 +244,9 @@ class ParameterServerStrategy(OneDeviceStrategy):
             return obj.reference
         if obj is not None and obj is self.coordinator():
             return ("coordinator", 0)
+        for library in libraries:
+            if (optimizer := library.optimizer_of(obj)) is not None:
+                return ("optimizer of library", self._index_of(optimizer))
         return ("strategy", 0) if obj is self else self.replica.references.get(id(obj))
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -269,6 +278,11 @@ class ParameterServerStrategy(OneDeviceStrategy):
             if there := [(part, state[part]) for part in variable.parts if part in state]:
                 optimizer.state[parameter] = join_state(there, parameter)
 
+    def send_state(self, optimizer: Optimizer) -> None:
+        """Gives the servers the state of an optimizer that was written to on the chief."""
+        if optimizer in self.replica.optimizers:
+            self._set_state(self.replica.optimizers.index(optimizer), optimizer)
+
     def _set_state(self, index: int, optimizer: Optimizer) -> None:
         state = {
             part: split_state(entry, parameter, part)
@@ -276,6 +290,12 @@ class ParameterServerStrategy(OneDeviceStrategy):
             for part in self.replica.parts_of(parameter)
         }
         self._servers.ask("set_state", state, index, to_all=True)
+
+
+def _finish_calls(reference: weakref.ref[ParameterServerStrategy], name: str) -> None:
+    """Waits for the scheduled functions, so a checkpoint contains all of their steps or none."""
+    if (strategy := reference()) is not None and (coordinator := strategy.coordinator()) is not None:
+        coordinator.join()
 
 
 def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int) -> int:
@@ -287,6 +307,11 @@ def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int
     if tasks and wanted not in (None, there):
         raise ValueError(f"{wanted} {job} were asked for, but {resolver.origin} has {there}: leave the number out")
     return wanted or there
+
+
+def _with_forward(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the modules without dicts of parameters, which each ``fit`` of Keras makes again."""
+    return [module for module in modules if not isinstance(module, nn.ParameterDict)]
 
 
 def _tables(models: Iterable[nn.Module]) -> set[int]:

@@ -92,6 +92,8 @@ class Worker:
         own: Any = {"module": replica.modules, "variable": replica.tensors, "optimizer": replica.optimizers}
         if kind in own:
             return own[kind][index]
+        if kind == "optimizer of library":
+            return replica.optimizers[index].own  # type: ignore[attr-defined]
         if reference not in self._made:
             self._made[reference] = self._load_data(index) if kind == "dataset" else self._iterate(index)
         return self._made[reference]

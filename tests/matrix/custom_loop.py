@@ -1,4 +1,4 @@
-"""A custom training loop on the digits: python custom_loop.py STRATEGY."""
+"""A custom training loop on the digits: python custom_loop.py STRATEGY FOLDER EXAMPLES."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from torch import nn
 import mirrored
 from tests.matrix.strategies import strategy_of
 
-strategy = strategy_of(sys.argv[1])
+strategy, examples = strategy_of(sys.argv[1]), int(sys.argv[3])
 images, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
 images = images.float() / 16
 
@@ -19,7 +19,7 @@ torch.manual_seed(0)
 with strategy.scope():
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-train = strategy.distribute_dataset((images[:1500], labels[:1500]), 64, shuffle=True, seed=0)
+train = strategy.distribute_dataset((images[:examples], labels[:examples]), 64, shuffle=True, seed=0)
 
 
 def train_step(x, y):

@@ -44,7 +44,7 @@ def test_how_many_shards(partitioner: Partitioner, shape: tuple[int, ...], shard
 )
 def test_the_first_shards_have_a_row_more(rows: int, shards: int, sizes: list[int]) -> None:
     model = nn.Linear(2, rows, bias=False)
-    (variable,) = lay_out(named(model), 0, set(), turns(1), FixedShardsPartitioner(shards))
+    (variable,) = lay_out(named(model), 0, set(), set(), turns(1), FixedShardsPartitioner(shards))
     assert [len(part.of(model.weight)) for part in variable.parts] == sizes
 
 
@@ -59,7 +59,7 @@ def turns(servers: int) -> Iterator[int]:
 def test_parts_of_sparse_gradients() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     table(torch.tensor([4, 0, 3, 4])).sum().backward()
-    (variable,) = lay_out(named(table), 0, set(), turns(2), FixedShardsPartitioner(2))
+    (variable,) = lay_out(named(table), 0, set(), set(), turns(2), FixedShardsPartitioner(2))
     gradient = table.weight.grad
     assert gradient is not None
     parts = [part.of(gradient) for part in variable.parts]
@@ -69,21 +69,26 @@ def test_parts_of_sparse_gradients() -> None:
 
 def test_servers_take_turns() -> None:
     model = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1))
-    variables = lay_out(named(model), 0, set(), turns(3), FixedShardsPartitioner(2))
+    variables = lay_out(named(model), 0, set(), set(), turns(3), FixedShardsPartitioner(2))
     placed = [[(part.start, part.end, part.server) for part in variable.parts] for variable in variables]
     assert placed == [[(0, 3, 0), (3, 5, 1)], [(0, 3, 2), (3, 5, 0)], [(0, 0, 1)], [(0, 0, 2)]]
-    assert [variable.parts[0].server for variable in lay_out(named(model), 0, set(), turns(3), None)] == [0, 1, 2, 0]
+    assert [variable.parts[0].server for variable in lay_out(named(model), 0, set(), set(), turns(3), None)] == [
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("shards", [[1, 2], [2], [6, 1], [0, 1]])
 def test_only_rows_are_cut(shards: list[int]) -> None:
     with pytest.raises(ValueError, match=r"splits weight, of shape \(5, 2\), into .* along dimension 0 only"):
-        lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), turns(2), lambda shape, dtype: shards)
+        lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), set(), turns(2), lambda shape, dtype: shards)
 
 
 def test_what_has_no_shape_yet_has_no_place() -> None:
     with pytest.raises(RuntimeError, match="weight has no shape yet: call its model in the scope"):
-        lay_out(named(nn.LazyLinear(2)), 0, set(), turns(1), None)
+        lay_out(named(nn.LazyLinear(2)), 0, set(), set(), turns(1), None)
 
 
 def test_state_of_parts_is_that_of_the_whole() -> None:
@@ -91,7 +96,7 @@ def test_state_of_parts_is_that_of_the_whole() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    (variable,) = lay_out(named(model), 0, set(), turns(2), FixedShardsPartitioner(2))
+    (variable,) = lay_out(named(model), 0, set(), set(), turns(2), FixedShardsPartitioner(2))
     state = optimizer.state[model.weight]
     parts = [(part, split_state(state, model.weight, part)) for part in variable.parts]
     assert [entry["exp_avg"].shape[0] for _, entry in parts] == [3, 2]

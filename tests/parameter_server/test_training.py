@@ -216,14 +216,3 @@ def test_a_checkpoint_is_that_of_one_device(tmp_path: pathlib.Path) -> None:
         again.coordinator.schedule(again.step, args=(next_batches,))
     again.coordinator.join()
     torch.testing.assert_close(again.model.state_dict(), model.state_dict(), rtol=1e-6, atol=1e-6)
-
-
-def test_fit_of_keras_would_train_on_the_chief_alone(training: Training) -> None:
-    pytest.importorskip("mirrored.keras", reason="it needs Keras", exc_type=ImportError)
-    import keras
-
-    with training.strategy.scope():
-        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    with pytest.raises(RuntimeError, match="would train on the chief alone with ParameterServerStrategy"):
-        model.fit(torch.ones(4, 3), torch.ones(4, 1), verbose=0)
