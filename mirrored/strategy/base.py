@@ -32,6 +32,8 @@ from towers.system.profiling import range_
 from towers.topology import Topology
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from mirrored.data.batch_dims import Dims
     from mirrored.variables import Variable
 
@@ -151,6 +153,45 @@ class Strategy(Records):
         self.engine.add(module, sync_batch_norm)
         return module
 
+    def shard(
+        self,
+        model: nn.Module,
+        units: Sequence[type[nn.Module] | str] | None = None,
+        *,
+        reshard_after_forward: bool | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        replicate_across_hosts: bool = True,
+    ) -> nn.Module:
+        """Shards the parameters, gradients and optimizer states of a model over the towers, and returns it.
+
+        Use it for models that do not fit a device. Call it on all towers, before the optimizer is created. Training
+        steps do not change. Layers on the ``meta`` device get memory and first values here, by ``reset_parameters``.
+        On one tower, the model is only mirrored. (torch's ``fully_shard``.)
+
+        Args:
+            units: classes of modules, or their names, such as ``[Block]``. A tower holds one unit at a time as a whole,
+                and the parameters that are in no unit. Default: the classes that a model of Hugging Face names, or
+                none.
+            reshard_after_forward: whether the parameters of a unit are freed after forward, and gathered again in
+                backward. Default: torch's, True except for the outermost module.
+            mixed_precision: the dtypes of the computation, of ``torch.distributed.fsdp``.
+            replicate_across_hosts: whether each host holds all shards, if all hosts have the same number of towers.
+                Otherwise, there is one shard for each tower.
+
+        Raises:
+            ValueError: a unit matches no module, or has parameters of several dtypes; the model is sharded already; a
+                layer on ``meta`` has no ``reset_parameters``; or the strategy has an option that does not support it.
+            MirrorError: the model is mirrored already; or, on all towers, the towers' models differ.
+        """
+        from mirrored import fully_sharded
+
+        self._check_here("shard()")
+        refuse_inside_run("shard()", "shard a model before the run that trains it")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"strategy.shard was given a value of type {type(model).__name__}; give it a torch module")
+        fully_sharded.shard(self, model, units, reshard_after_forward, mixed_precision, replicate_across_hosts)
+        return model
+
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Returns whether ``parameter`` is kept equal on all towers. On one tower without virtual ones: always True."""
         return not (self._several or self.engine.virtual is not None) or self.engine.recorder.is_mirrored(parameter)
@@ -208,7 +249,7 @@ class Strategy(Records):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.averager.accumulating():
+            with self.engine.accumulating():
                 yield
         finally:
             self.accumulates = before

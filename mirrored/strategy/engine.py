@@ -13,10 +13,10 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.attached.mirror_check import LastCheck, MirrorCheck
@@ -127,6 +127,7 @@ class Engine:
             way = checked(vars(training), communication)
         self._comm = comm = distribution.comm
         self._several = comm.size > 1 or (training.central and comm.device.type != "cpu")
+        self._communication, self._training = communication, training
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
         self.one_tower_reads_state = False
@@ -276,7 +277,7 @@ class Engine:
 
     def _mirror_recorded(self) -> None:
         """Makes the recorded tensors equal on all towers, and attaches the features to them."""
-        tensors, lazy = self.recorder.take(self._make_equal)
+        tensors, lazy = self.recorder.take(self.make_equal)
         self.events.recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
@@ -291,7 +292,52 @@ class Engine:
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         self.events.mirrored(parameters)
 
-    def _make_equal(self, tensors: list[Named]) -> None:
+    @property
+    def hindrance_to_sharding(self) -> str | None:
+        """The option of this strategy that does not support sharded parameters, or None."""
+        training, communication = self._training, self._communication
+        options = {
+            "CentralStorageStrategy": training.central,
+            "shard_optimizer=True": training.shard_optimizer,
+            "virtual_towers": training.virtual_towers is not None,
+            "synchronize": training.synchronize is not None,
+            "nonfinite_gradients": training.nonfinite_gradients != "ignore",
+            "compression": communication.compression is not None,
+            "wire_dtype": communication.wire_dtype != "same",
+        }
+        return next((option for option, is_used in options.items() if is_used), None)
+
+    def forget(self, module: nn.Module) -> None:
+        """Forgets that a module was recorded."""
+        self.recorder.forget(module)
+        self.events.recorded()
+
+    def add_sharded(self, module: nn.Module, originals: Mapping[str, Tensor]) -> None:
+        """Adds a module whose parameters others shard and reduce. On one tower, it is an ordinary one.
+
+        Args:
+            originals: the parameters before.
+        """
+        if self._several:
+            self.recorder.add_sharded(module, originals)
+        else:
+            self.add(module, sync_batch_norm=False)
+            self.recorder.note_replaced(originals, module)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Accumulates gradients on this tower only, inside the context."""
+        sharded = list(self.recorder.sharded_models())
+        for model in sharded:
+            model.set_requires_gradient_sync(False)
+        try:
+            with self.averager.accumulating():
+                yield
+        finally:
+            for model in sharded:
+                model.set_requires_gradient_sync(True)
+
+    def make_equal(self, tensors: list[Named]) -> None:
         """Gives tensors tower 0's values on all towers.
 
         Raises:
@@ -356,7 +402,7 @@ class Engine:
         from mirrored.empty_shares import takes_statistics_of_all_towers
 
         modules = (module for model in self.recorder.models() for module in model.modules())
-        return any(
+        return any(self.recorder.sharded_models()) or any(
             has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))
             for module in modules
         )

@@ -131,7 +131,12 @@ class OptimizerGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not parameters or self._is_inner_optimizer(optimizer):
             return
-        foreign = [p for p in parameters if not self._recorder.is_mirrored(p)]
+        if any(map(self._recorder.was_replaced, parameters)):
+            raise MirrorError(
+                f"{type(optimizer).__name__} was created before strategy.shard(model), which replaces the parameters: "
+                "create the optimizer after it, with model.parameters()"
+            )
+        foreign = [p for p in parameters if not (self._recorder.is_mirrored(p) or self._recorder.is_sharded(p))]
         recorded = any(p in self._recorder for p in foreign)
         if len(foreign) == len(parameters) and not recorded and not self._in_run():
             return
@@ -191,6 +196,8 @@ class OptimizerGuard:
         """
         averager = self._averager
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(map(self._recorder.is_sharded, parameters)):
+            return  # in backward, torch has reduced them
         unsynced = averager.unsynced()
         if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
             raise MirrorError(

@@ -18,7 +18,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Recorder:
         self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scopes: list[Callable[[nn.Module], None] | None] = []
         self._hooks: list[Any] = []
+        self._sharded: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._sharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._replaced: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._class_names: Counter[str] = Counter()
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.pending = False
@@ -109,6 +112,44 @@ class Recorder:
             self._remember(layer)
             for name, parameter in own_parameters(layer).items():  # Keras' named_parameters() would change the layer
                 self._on_parameter(layer, name, parameter)
+
+    def forget(self, module: nn.Module) -> None:
+        """Forgets a module that was recorded and not yet taken, with everything in it."""
+        for layer in module.modules():
+            self._modules.pop(id(layer), None)
+            for parameter in own_parameters(layer).values():
+                self._parameters.pop(id(parameter), None)
+        self.pending = bool(self._modules)
+
+    def add_sharded(self, module: nn.Module, originals: Mapping[str, torch.Tensor]) -> None:
+        """Adds a module, as one that was taken, whose parameters are sharded.
+
+        Args:
+            originals: the parameters before.
+        """
+        [(name, _)] = self._name_roots([module])
+        self._class_names[type(module).__name__] += 1
+        self._roots.append((name, weakref.ref(module)))
+        self._sharded_models.add(module)
+        self._sharded.update((id(parameter), parameter) for parameter in module.parameters())
+        self.note_replaced(originals, module)
+
+    def note_replaced(self, originals: Mapping[str, torch.Tensor], module: nn.Module) -> None:
+        """Records the earlier parameters of a module that has others now."""
+        now = {id(parameter) for parameter in module.parameters()}
+        self._replaced.update((id(p), p) for p in originals.values() if id(p) not in now)
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Returns whether a tower holds only a part of ``parameter``."""
+        return self._sharded.get(id(parameter)) is parameter
+
+    def was_replaced(self, parameter: torch.Tensor) -> bool:
+        """Returns whether sharding has replaced ``parameter`` by another one."""
+        return self._replaced.get(id(parameter)) is parameter
+
+    def sharded_models(self) -> Iterator[Any]:
+        """Yields the models with sharded parameters, in the order in which they were sharded."""
+        return (root for _, root in self.roots() if root in self._sharded_models)
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Returns whether ``parameter`` was recorded and taken."""
@@ -203,7 +244,8 @@ class Recorder:
         """Yields parameters, with names, that a script has put into a mirrored module after it was taken."""
         for name, root in self.roots():
             for path, parameter in root.named_parameters():
-                if not self.is_mirrored(parameter) and parameter not in self and not is_lazy(parameter):
+                known = self.knows(parameter) or self.is_sharded(parameter)
+                if not known and not is_lazy(parameter):
                     yield f"{name}.{path}", parameter
 
     def name_of(self, parameter: torch.Tensor) -> str:

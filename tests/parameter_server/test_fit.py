@@ -228,10 +228,14 @@ def test_what_cannot_be() -> None:
         scaled = model_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
         constrained = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(1, kernel_constraint="max_norm")])
         constrained.compile("sgd", "mse")
+        counted = model_of("sgd")
     with pytest.raises(TypeError, match="cannot step a LossScaleOptimizer"):
         scaled.fit(X, Y, verbose=0)
     with pytest.raises(ValueError, match="kernel has a constraint, which needs the whole variable"):
         constrained.fit(X, Y, verbose=0)
+    counted._compile_metrics._user_metrics[-1].seen._aggregation = "none"
+    with pytest.raises(TypeError, match="counts cannot be combined"):
+        counted.fit(X, Y, verbose=0)
     with mirrored.OneDeviceStrategy().scope():
         plain = model_of("sgd")
     with pytest.raises(TypeError, match="give model.fit the result of strategy.distribute_datasets_from_function"):

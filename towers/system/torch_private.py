@@ -132,6 +132,11 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_non_per
 """Returns the names of a module's buffers that are not in its ``state_dict``."""
 
 
+def move_own(module: nn.Module, device: torch.device) -> None:
+    """Moves a module's own tensors to a device, and not those of its children."""
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
 def state_versions(state: Any) -> dict[str, Any]:
     """Returns the versions of a ``state_dict``, with which modules read the states that older versions have saved."""
     return dict(getattr(state, "_metadata", {}))

@@ -1,0 +1,182 @@
+"""Models whose parameters, gradients and optimizer states are sharded over the towers, by torch's ``fully_shard``.
+
+A model is divided into units, such as the blocks of a transformer, and the rest. A tower holds a part of each unit's
+parameters, and the whole unit only while it computes with it. Between hosts, the parts are replicated.
+
+[Note: one unit at a time] A model on the ``meta`` device is initialised unit by unit, by the ``reset_parameters`` of
+its layers. Each unit is sharded before the next one is initialised, so a tower never holds the whole model. All towers
+draw the same random numbers outside of runs, so the values do not depend on the number of towers.
+
+[Note: the gradients of sharded parameters] torch reduces them in backward: the mean over the towers of losses that
+``compute_average_loss`` has scaled for a mean. So the averager does not know these parameters. Their gradients exist
+only after that reduction, and need no guard. The mirror check leaves them out, because every tower has other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from towers.errors import MirrorError
+from towers.system.tensors import Named
+from towers.system.torch_private import move_own, own_buffers, own_parameters
+from towers.topology import Topology
+
+Unit = type[nn.Module] | str
+"""A class of modules, or its name."""
+
+
+def shard(
+    strategy: Any,
+    model: nn.Module,
+    units: Sequence[Unit] | None,
+    reshard_after_forward: bool | None,
+    mixed_precision: MixedPrecisionPolicy | None,
+    replicate_across_hosts: bool,
+) -> None:
+    """Shards a model over the towers; see ``Strategy.shard``."""
+    engine = strategy.engine
+    _check(engine, model)
+    groups = [_Unit(name or type(model).__name__, unit) for name, unit in _units(model, units)]
+    if all(unit.module is not model for unit in groups):
+        groups.append(_Unit(type(model).__name__, model))
+    for number, unit in enumerate(groups):
+        for other in groups[:number]:  # the inner ones are first
+            unit.leave_out(other)
+        unit.check()
+    originals = dict(model.named_parameters())
+    engine.forget(model)
+    options: dict[str, Any] = {}
+    if strategy.num_replicas_in_sync > 1:
+        options["mesh"] = _mesh(strategy.device, strategy.topology, replicate_across_hosts)
+    if reshard_after_forward is not None:
+        options["reshard_after_forward"] = reshard_after_forward
+    if mixed_precision is not None:
+        options["mp_policy"] = mixed_precision
+    for unit in groups:
+        unit.initialise(strategy.device)
+        if strategy.num_replicas_in_sync > 1:
+            engine.make_equal(unit.named_tensors())
+            fully_shard(unit.module, **options)
+    engine.add_sharded(model, originals)
+
+
+def _check(engine: Any, model: nn.Module) -> None:
+    if (option := engine.hindrance_to_sharding) is not None:
+        raise ValueError(f"strategy.shard cannot be combined with {option}: leave one of the two out")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name} is sharded already: give strategy.shard a model of plain parameters")
+        if engine.recorder.is_mirrored(parameter):
+            raise MirrorError(
+                f"{name} is mirrored already, because strategy.run was called before strategy.shard: shard a model "
+                "before its first run"
+            )
+
+
+def _units(model: nn.Module, units: Sequence[Unit] | None) -> list[tuple[str, nn.Module]]:
+    """Returns the units with their paths, the innermost first.
+
+    Raises:
+        ValueError: a unit matches no module of the model.
+    """
+    if units is None:
+        units = sorted(getattr(model, "_no_split_modules", None) or ())  # Hugging Face names them
+    elif isinstance(units, (str, type)):
+        units = [units]
+    kinds = {type(layer) for layer in model.modules()}
+    for unit in units:
+        if not any(_is(kind, unit) for kind in kinds):
+            name = unit if isinstance(unit, str) else unit.__name__
+            there = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"units={name} matches no module of {type(model).__name__}, which has {there}")
+    found = [(name, layer) for name, layer in model.named_modules() if any(_is(type(layer), unit) for unit in units)]
+    return found[::-1]
+
+
+def _is(kind: type, unit: Unit) -> bool:
+    return any(base.__name__ == unit for base in kind.__mro__) if isinstance(unit, str) else issubclass(kind, unit)
+
+
+def _mesh(device: torch.device, topology: Topology, replicate_across_hosts: bool) -> DeviceMesh:
+    hosts, rest = divmod(topology.size, topology.local_size)
+    if replicate_across_hosts and hosts > 1 and not rest:
+        return init_device_mesh(device.type, (hosts, topology.local_size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (topology.size,), mesh_dim_names=("shard",))
+
+
+class _Unit:
+    """A module whose parameters are gathered together, except those of units inside it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self._layers = {id(layer): (path, layer) for path, layer in module.named_modules()}
+
+    def leave_out(self, inner: _Unit) -> None:
+        """Leaves the layers of a unit inside this one to that unit."""
+        if id(inner.module) in self._layers:
+            for key in inner._layers:
+                self._layers.pop(key, None)
+
+    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Yields the tensors of the unit's own layers: path, layer, name, tensor. Tied weights recur."""
+        for path, layer in self._layers.values():
+            for name, tensor in (*own_parameters(layer).items(), *own_buffers(layer).items()):
+                if tensor is not None:
+                    yield path, layer, name, tensor
+
+    def check(self) -> None:
+        """Checks that torch can shard the unit.
+
+        Raises:
+            ValueError: its parameters have several dtypes.
+        """
+        kinds = {t.dtype: f"{path}.{name}" for path, _, name, t in self._tensors() if isinstance(t, nn.Parameter)}
+        if len(kinds) > 1:
+            examples = " and ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
+            raise ValueError(
+                f"the parameters of a unit must have one dtype, but in {self.name}, {examples}: convert them, or make "
+                "smaller units"
+            )
+
+    def initialise(self, device: torch.device) -> None:
+        """Gives the unit's tensors memory on a device, and those on ``meta`` their first values.
+
+        Raises:
+            ValueError: a layer on ``meta`` has no ``reset_parameters``.
+        """
+        on_meta: dict[int, list[tuple[nn.Module, str]]] = {}
+        for _, layer, name, tensor in self._tensors():
+            if tensor.is_meta:
+                on_meta.setdefault(id(tensor), []).append((layer, name))
+        waiting = {id(layer) for places in on_meta.values() for layer, _ in places}
+        for path, layer in self._layers.values():
+            if id(layer) not in waiting:
+                move_own(layer, device)
+            elif (reset := getattr(layer, "reset_parameters", None)) is None:
+                raise ValueError(
+                    f"{path or self.name} ({type(layer).__name__}) has tensors on the meta device, but no "
+                    "reset_parameters(), which would give them values: define it, or create the model on a real device"
+                )
+            else:
+                layer.to_empty(device=device, recurse=False)
+                reset()
+        for (first, name), *others in on_meta.values():
+            for layer, other in others:  # tied weights
+                setattr(layer, other, getattr(first, name))
+
+    def named_tensors(self) -> list[Named]:
+        """Returns the unit's own tensors."""
+        found: dict[int, Named] = {}
+        for path, _, name, tensor in self._tensors():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            full = ".".join(filter(None, (self.name, path, name)))
+            if not isinstance(tensor, DTensor):  # a weight that an inner unit has, too
+                found.setdefault(id(tensor), Named(full, tensor, kind, tensor.requires_grad))
+        return list(found.values())
