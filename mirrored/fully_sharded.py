@@ -4,8 +4,9 @@ A model is divided into units, such as the blocks of a transformer, and the rest
 parameters, and the whole unit only while it computes with it. Between hosts, the parts are replicated.
 
 [Note: one unit at a time] A model on the ``meta`` device is initialised unit by unit, by the ``reset_parameters`` of
-its layers. Each unit is sharded before the next one is initialised, so a tower never holds the whole model. All towers
-draw the same random numbers outside of runs, so the values do not depend on the number of towers.
+its layers or the method of a model of Hugging Face. Each unit is sharded before the next one is initialised, so a tower
+never holds the whole model. All towers draw the same random numbers outside of runs, so the values do not depend on the
+number of towers.
 
 [Note: the gradients of sharded parameters] torch reduces them in backward: the mean over the towers of losses that
 ``compute_average_loss`` has scaled for a mean. So the averager does not know these parameters. Their gradients exist
@@ -14,7 +15,7 @@ only after that reduction, and need no guard. The mirror check leaves them out, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def shard(
     if mixed_precision is not None:
         options["mp_policy"] = mixed_precision
     for unit in groups:
-        unit.initialise(strategy.device)
+        unit.initialise(strategy.device, getattr(model, "_init_weights", None))  # of Hugging Face
         if strategy.num_replicas_in_sync > 1:
             engine.make_equal(unit.named_tensors())
             fully_shard(unit.module, **options)
@@ -137,7 +138,8 @@ class _Unit:
         Raises:
             ValueError: its parameters have several dtypes.
         """
-        kinds = {t.dtype: f"{path}.{name}" for path, _, name, t in self._tensors() if isinstance(t, nn.Parameter)}
+        parameters = ((path, name, t.dtype) for path, _, name, t in self._tensors() if isinstance(t, nn.Parameter))
+        kinds = {kind: f"{path}.{name}".strip(".") for path, name, kind in parameters}
         if len(kinds) > 1:
             examples = " and ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
             raise ValueError(
@@ -145,11 +147,14 @@ class _Unit:
                 "smaller units"
             )
 
-    def initialise(self, device: torch.device) -> None:
+    def initialise(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Gives the unit's tensors memory on a device, and those on ``meta`` their first values.
 
+        Args:
+            initialise: gives values to the tensors of a layer. Default: the layer's ``reset_parameters``.
+
         Raises:
-            ValueError: a layer on ``meta`` has no ``reset_parameters``.
+            ValueError: a layer on ``meta`` receives no values.
         """
         on_meta: dict[int, list[tuple[nn.Module, str]]] = {}
         for _, layer, name, tensor in self._tensors():
@@ -159,14 +164,21 @@ class _Unit:
         for path, layer in self._layers.values():
             if id(layer) not in waiting:
                 move_own(layer, device)
-            elif (reset := getattr(layer, "reset_parameters", None)) is None:
+                continue
+            layer.to_empty(device=device, recurse=False)
+            tensors = *own_parameters(layer).values(), *own_buffers(layer).values()
+            own = [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+            for tensor in own:
+                tensor.detach().fill_(torch.nan)
+            if initialise is not None:
+                initialise(layer)
+            elif hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+            if any(bool(tensor.isnan().any()) for tensor in own):
                 raise ValueError(
                     f"{path or self.name} ({type(layer).__name__}) has tensors on the meta device, but no "
-                    "reset_parameters(), which would give them values: define it, or create the model on a real device"
+                    "reset_parameters() that gives them values: define it, or create the model on a real device"
                 )
-            else:
-                layer.to_empty(device=device, recurse=False)
-                reset()
         for (first, name), *others in on_meta.values():
             for layer, other in others:  # tied weights
                 setattr(layer, other, getattr(first, name))

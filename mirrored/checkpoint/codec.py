@@ -114,6 +114,11 @@ class Encoder:
             raise TypeError(
                 f"{path} is a {value.layout} tensor on {value.device}, which cannot be saved; save a dense one"
             )
+        if hasattr(value, "full_tensor"):  # a DTensor, whose module is slow to import
+            raise TypeError(
+                f"{path} is sharded over the towers, which cannot be saved yet; save it with "
+                "torch.distributed.checkpoint"
+            )
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():
             raise TypeError(f"{path} is a {type(value).__name__} without memory; save the tensor that it represents")

@@ -165,7 +165,8 @@ class Strategy(Records):
         """Shards the parameters, gradients and optimizer states of a model over the towers, and returns it.
 
         Use it for models that do not fit a device. Call it on all towers, before the optimizer is created. Training
-        steps do not change. Layers on the ``meta`` device get memory and first values here, by ``reset_parameters``.
+        steps do not change. Layers on the ``meta`` device get memory and first values here, by
+        ``reset_parameters`` or the method of a model of Hugging Face.
         On one tower, the model is only mirrored. (torch's ``fully_shard``.)
 
         Args:

@@ -330,6 +330,7 @@ class Engine:
         sharded = list(self.recorder.sharded_models())
         for model in sharded:
             model.set_requires_gradient_sync(False)
+            self.recorder.sharded_accumulate = True
         try:
             with self.averager.accumulating():
                 yield

@@ -197,7 +197,8 @@ class OptimizerGuard:
         averager = self._averager
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if all(map(self._recorder.is_sharded, parameters)):
-            return  # in backward, torch has reduced them
+            self._check_reduced(parameters)
+            return
         unsynced = averager.unsynced()
         if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
             raise MirrorError(
@@ -221,6 +222,15 @@ class OptimizerGuard:
                 "torch.autograd.grad does not: call strategy.grad(loss, parameters) instead, or "
                 "strategy.average_gradients(parameters) after gradients were assigned to .grad. (A backward() "
                 f"that is compiled with {TRACED_AUTOGRAD} calls no hooks, and so does not average)"
+            )
+
+    def _check_reduced(self, parameters: list[torch.Tensor]) -> None:
+        """Checks that torch has reduced gradients of sharded parameters, which exist only after that."""
+        accumulated, self._recorder.sharded_accumulate = self._recorder.sharded_accumulate, False
+        if accumulated and all(p.grad is None for p in parameters):
+            raise MirrorError(
+                "optimizer.step() on sharded parameters, whose gradients were accumulated under no_sync, and no "
+                "backward() outside it has averaged them"
             )
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:

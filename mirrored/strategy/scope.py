@@ -54,6 +54,7 @@ class Recorder:
         self._hooks: list[Any] = []
         self._sharded: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._sharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.sharded_accumulate = False  # whether a backward of sharded parameters may have reduced no gradients
         self._replaced: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._class_names: Counter[str] = Counter()
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []

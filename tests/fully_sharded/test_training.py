@@ -1,0 +1,344 @@
+"""Training steps of models that are sharded over the towers: the numbers of one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mirrored
+from tests.support.jobs import launch, seeded, text_of, towers
+from tests.support.programs import run_program
+
+EXAMPLES, BATCH = 22, 5
+"""The last batch has two examples, so some of three or four towers have none."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, recomputes: bool = False) -> None:
+        super().__init__()
+        self.norm, self.recomputes = nn.LayerNorm(width), recomputes
+        self.wide, self.back = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self._added, x, use_reentrant=False) if self.recomputes else self._added(x))
+
+    def _added(self, x: Tensor) -> Tensor:
+        added: Tensor = self.back(F.gelu(self.wide(self.norm(x))))
+        return added
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head that share a weight."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
+        self.blocks = nn.ModuleList(Block(6, recomputes) for _ in range(3))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x.mean(1))
+        return logits
+
+
+def mlp() -> nn.Module:
+    layers = [nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 12)]
+    layers[0].weight.requires_grad_(False)
+    return nn.Sequential(*layers)
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3, bias=False),
+        nn.BatchNorm2d(2), nn.Flatten(),
+        nn.Linear(32, 12),
+    )  # fmt: skip
+
+
+def data_for(model: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(12, (EXAMPLES,), generator=generator)
+    shapes = {"mlp": (EXAMPLES, 7), "cnn": (EXAMPLES, 1, 8, 8)}
+    if model in shapes:
+        return torch.randn(shapes[model], generator=generator).double(), labels
+    return torch.randint(12, (EXAMPLES, 4), generator=generator), labels
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[type[nn.Module]]]] = {
+    "mlp": (mlp, [nn.Linear]),
+    "cnn": (cnn, [nn.Conv2d]),
+    "tied": (Tied, [Block]),
+    "recomputed": (functools.partial(Tied, recomputes=True), [Block]),
+}
+
+Way = Callable[[mirrored.Strategy, nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
+
+
+def plainly(strategy: Any, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()
+
+
+def accumulated(strategy: Any, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    def losses() -> Tensor:
+        return mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+
+    optimizer.zero_grad()
+    with strategy.no_sync():
+        (losses() / 4).backward()
+    loss = losses() * 0.75
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(
+    strategy: mirrored.Strategy, name: str, shards: bool = True, way: Way = plainly, epochs: int = 2, meta: bool = False
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Losses, parameters and buffers."""
+    make, units = MODELS[name]
+    torch.set_default_dtype(torch.float64)
+    with strategy.scope(sync_batch_norm=name == "cnn"), torch.device("meta" if meta else "cpu"):
+        model = seeded(make)
+    if shards:
+        torch.manual_seed(3)
+        assert strategy.shard(model, units) is model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    data = strategy.distribute_dataset(data_for(name), BATCH, shuffle=True)
+    losses = []
+    for _ in range(epochs):
+        for batch in data:
+            losses.append(strategy.reduce("sum", strategy.run(way, args=(strategy, model, optimizer, *batch))))
+            schedule.step()
+    strategy.check_mirrored()
+    return losses, [whole(p) for p in model.parameters()], list(model.buffers())
+
+
+CASES = [
+    *((name, count, plainly) for name in MODELS for count in (2, 3, 4)),
+    *(("tied", count, accumulated) for count in (2, 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "way"), CASES)
+def test_the_numbers_are_those_of_one_device(name: str, count: int, way: Way) -> None:
+    [expected] = towers(train, name, False, way, count=1)
+    for found in towers(train, name, True, way, count=count):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_first_values_do_not_depend_on_the_number_of_towers() -> None:
+    [expected] = towers(train, "tied", True, plainly, 1, True, count=1)
+    for found in towers(train, "tied", True, plainly, 1, True, count=3):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def memory(strategy: mirrored.Strategy) -> tuple[int, int, int]:
+    """The numbers of elements that a tower holds, of the model, and of the largest unit."""
+    with strategy.scope(), torch.device("meta"):
+        model = nn.Sequential(*(Block(32) for _ in range(6)))
+    total, unit = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model[0].parameters())
+    strategy.shard(model, [Block])
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(torch.randn(4, 32),))
+    states = [value for state in optimizer.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])]
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in (*model.parameters(), *states)]
+    held += [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+    return sum(tensor.numel() for tensor in held), 4 * total, unit
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_tower_holds_its_part(count: int) -> None:
+    for held, total, unit in towers(memory, count=count):
+        assert held <= 1.1 * total / count + unit
+
+
+HOSTS = """
+import torch
+from torch import nn
+import mirrored
+
+strategy = mirrored.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], seed=0)
+torch.manual_seed(0)
+with strategy.scope():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+strategy.shard(model, [nn.Linear])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.arange(21.0).double().view(7, 3) / 20
+
+def step(x):
+    optimizer.zero_grad()
+    loss = mirrored.compute_average_loss(model(x).square()[:, 0])
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+for _ in range(2):
+    for batch in strategy.distribute_dataset(x, 5):
+        loss = strategy.reduce("sum", strategy.run(step, args=(batch,)))
+mesh = getattr(model[0].weight, "device_mesh", None)
+strategy.print(mesh and (mesh.mesh_dim_names, mesh.shape), float(loss))
+"""
+
+
+@pytest.mark.extended
+def test_hosts_replicate_the_shards(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HOSTS)
+    result = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script)], code=0)
+    one = run_program([str(script)], env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
+    text, _, loss = result.stdout.strip().rpartition(" ")
+    assert text == "(('replicate', 'shard'), (2, 2))"
+    assert float(loss) == pytest.approx(float(one.stdout.split()[-1]), rel=1e-12)
+
+
+# -- what is refused -------------------------------------------------------------------------------------
+
+
+def refused(kind: str) -> None:
+    options: dict[str, Any] = {"shard_optimizer": {"shard_optimizer": True}, "virtual_towers": {"virtual_towers": 2}}
+    strategy = mirrored.MirroredStrategy(seed=0, **options.get(kind, {}))
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    units: Any = ["Block"] if kind == "units" else [nn.Linear]
+    if kind == "dtypes":
+        model[0].bias = nn.Parameter(model[0].bias.double())
+    if kind == "meta":
+        model[1] = nn.ParameterList([torch.empty(3, device="meta")])
+    if kind in ("twice", "late"):
+        strategy.shard(model, units) if kind == "twice" else strategy.run(lambda: None)
+    strategy.shard(model, units)
+    optimizer = early if kind == "optimizer" else torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> None:
+        if kind == "no_sync":
+            with strategy.no_sync():
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(torch.ones(2, 3),))
+
+
+REFUSED = {
+    "units": (ValueError, "units=Block matches no module of Sequential, which has Linear, Sequential"),
+    "dtypes": (ValueError, "but in 0, weight is float32 and bias is float64: convert them"),
+    "meta": (ValueError, r"(ParameterList) has tensors on the meta device, but no reset_parameters() that gives"),
+    "twice": (ValueError, "0.weight is sharded already"),
+    "late": (mirrored.MirrorError, "strategy.run was called before strategy.shard"),
+    "optimizer": (mirrored.MirrorError, "SGD was created before strategy.shard(model)"),
+    "no_sync": (mirrored.MirrorError, "gradients were accumulated under no_sync"),
+    "shard_optimizer": (ValueError, "cannot be combined with shard_optimizer=True"),
+    "virtual_towers": (ValueError, "cannot be combined with virtual_towers"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused(kind: str) -> None:
+    error, text = REFUSED[kind]
+    said = text_of(Exception, launch, refused, kind)
+    assert f"{error.__name__}: " in said
+    assert text in said
+
+
+# -- models of others ------------------------------------------------------------------------------------
+
+
+def language_model(strategy: mirrored.Strategy, way: str) -> list[float]:
+    """Losses of a causal language model of Hugging Face, whose class names its units."""
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=30, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    with strategy.scope(), torch.device("meta" if way == "meta" else "cpu"):
+        model: Any = transformers.LlamaForCausalLM(config)
+    if way == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    strategy.shard(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert strategy.num_replicas_in_sync == 1 or all(hasattr(p, "full_tensor") for p in model.parameters())
+    optimizer = torch.optim.AdamW(trained, 0.01)
+    tokens = torch.randint(30, (18, 7), generator=torch.Generator().manual_seed(1))
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits = model(input_ids=x).logits[:, :-1]
+        each = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none")
+        loss = mirrored.compute_average_loss(each.view(len(x), -1).mean(1))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    data = strategy.distribute_dataset(tokens, 4, stand_in=True)
+    return [float(strategy.reduce("sum", strategy.run(step, args=(x,)))) for _ in range(2) for x in data]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["", "lora", "meta"])
+def test_a_language_model_of_hugging_face(way: str) -> None:
+    pytest.importorskip("peft", reason="it needs PEFT and transformers")
+    [expected] = towers(language_model, way, count=1)
+    assert expected[-1] < expected[0]
+    for count in (2, 3):
+        for found in towers(language_model, way, count=count):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def compiled(strategy: mirrored.Strategy, way: str) -> list[Tensor]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    with strategy.scope():
+        model = seeded(lambda: nn.Sequential(*(Block(8) for _ in range(2))))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if way == "bfloat16" else None
+    strategy.shard(model, [Block], mixed_precision=policy)
+    if way == "compiled":
+        for block in model:
+            block.compile()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            loss = mirrored.compute_average_loss((model(x) - x).float().square().mean(1))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+    return [strategy.reduce("sum", strategy.run(step, args=(b,))) for b in strategy.distribute_dataset(x, 4)]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("way", "tolerance"), [("compiled", 1e-5), ("autocast", 1e-2), ("bfloat16", 3e-2)])
+def test_compiled_blocks_and_other_dtypes(way: str, tolerance: float) -> None:
+    [expected] = towers(compiled, "", count=1)
+    for found in towers(compiled, way):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=0.0)
