@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from mirrored.checkpoint import CheckpointManager
 from mirrored.checkpoint.errors import TrainingStopped
 from mirrored.context import current_frame, strategy_with_towers
 from mirrored.data.dataset import DistributedDataset
-from mirrored.keras import data
+from mirrored.keras import data, keras_private
 from mirrored.keras.keras_private import around, set_first_epoch
 from mirrored.keras.optimizers import show_state
 from mirrored.keras.training import Training
@@ -39,19 +38,19 @@ from towers.collectives.agreement import announce
 _NOT_STATE = {"params", "_model", "verbose", "validation_data", "min_delta"}
 
 _waits = contextvars.ContextVar("whether the readers of weights wait for all towers", default=True)
-_strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # kept alive by models
 
 
 def note_strategy(model: Any) -> None:
     """Assigns a new model to the strategy of the current scope, if there is one."""
     frame = current_frame()
     if frame is not None and isinstance(frame.strategy, Strategy):
-        _strategies[model] = frame.strategy
+        keras_private.attach(model, "strategy", frame.strategy)
 
 
 def strategy_of(model: Any) -> Strategy | None:
     """Returns the strategy in whose scope a model was created, or that mirrors it."""
-    if (made_in := _strategies.get(model)) is not None:
+    made_in: Strategy | None = keras_private.attached(model, "strategy")
+    if made_in is not None:
         return made_in
     strategy = strategy_with_towers()
     if not isinstance(strategy, Strategy) or not model.built:

@@ -86,7 +86,7 @@ class DividedStep(torch.optim.Optimizer):
         self._versions: list[int] = []  # of the slots' values, when they were shown
         for _, _, slot in self.slots:
             slot.__class__ = _class_of_shown(type(slot))
-            slot.show = self.show
+            slot.show = weakref.WeakMethod(self.show)
 
     def _add_slots(self, optimizer: Any) -> None:
         """Adds variables of the optimizer that belong to no parameter, at the place of the first one."""
@@ -235,15 +235,15 @@ class _Shown:
 
     Attributes:
         shown: the value, of the variable's shape; None until the next read.
-        show: sets ``shown``.
+        show: a weak reference to the method that sets ``shown``.
     """
 
-    show: Callable[[], None]
+    show: weakref.WeakMethod[Callable[[], None]]
 
     @property
     def _value(self) -> Any:
-        if self.shown is None:
-            self.show()
+        if self.shown is None and (show := self.show()) is not None:
+            show()
         return self.shown
 
     @_value.setter

@@ -171,9 +171,23 @@ def step(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
     finish_step(optimizer, variables)
 
 
+def attach(obj: Any, name: str, value: Any) -> None:
+    """Gives a model or an optimizer an attribute of ours.
+
+    If the value refers to the object, both can be collected, unlike those of a dict with weak keys.
+    """
+    vars(obj)[f"_mirrored_{name}"] = value
+
+
+def attached(obj: Any, name: str) -> Any:
+    """Returns an attribute of ours, or None."""
+    return vars(obj).get(f"_mirrored_{name}")
+
+
 _OF_COMPILE = ("optimizer", "loss", "compiled", "_compile_loss", "_compile_metrics", "_loss_tracker")
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 _NOT_PICKLED = {*_OF_COMPILE, *_FUNCTIONS, "_compile_config", "_eval_epoch_iterator", "history"}
+_NOT_PICKLED |= {"_mirrored_strategy", "_mirrored_training"}
 
 
 def compiled(model: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class ServedStep(DividedStep, ServedOptimizer):
     def note_steps(self, steps: int) -> None:
         group = self.param_groups[0]
         keras_private.set_settings(self.own, group["settings"])
-        self.own.iterations.assign(group["iterations_before"] + steps)
+        keras_private.numbers_of(self.own)["_iterations"].assign(group["iterations_before"] + steps)
 
     def push(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Pushes gradients of variables of the model."""
@@ -133,8 +133,6 @@ def _nothing() -> None:
 _pushing: weakref.WeakKeyDictionary[Any, ServedStep] = weakref.WeakKeyDictionary()
 """Of a Keras optimizer on a worker: the step that pushes."""
 
-_of_chief: weakref.WeakKeyDictionary[Any, ServedStep] = weakref.WeakKeyDictionary()
-
 
 @around(keras.optimizers.Optimizer, "apply")
 def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -156,9 +154,10 @@ def step_of(optimizer: Any) -> ServedStep:
             "parameter servers cannot step a LossScaleOptimizer (mixed_float16): its scale depends on the gradients of "
             "all workers. Use mixed_bfloat16, which needs no scale"
         )
-    step = _of_chief.get(optimizer)
+    step: ServedStep | None = keras_private.attached(optimizer, "step")
     if step is None:
-        step = _of_chief[optimizer] = class_for(optimizer, ServedStep)(optimizer)
+        step = class_for(optimizer, ServedStep)(optimizer)
+        keras_private.attach(optimizer, "step", step)
         step.take_written()
         step.param_groups[0]["iterations_before"] = int(step.state[step.of_model[0]]["_iterations"])
     return step
@@ -183,11 +182,12 @@ class _Keras:
         return [variable.value for layer in layers for variable in keras_private.written_by(layer)]
 
     def watch(self, layers: Iterable[nn.Module], refresh: Callable[[], None]) -> None:
-        _refreshed.update((layer, refresh) for layer in layers if isinstance(layer, keras.Layer))
+        method: Any = weakref.WeakMethod(refresh)  # its object holds the layers
+        _refreshed.update((layer, method) for layer in layers if isinstance(layer, keras.Layer))
         _refresh_in_calls()
 
 
-_refreshed: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+_refreshed: weakref.WeakKeyDictionary[Any, weakref.WeakMethod[Any]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -196,7 +196,8 @@ def _refresh_in_calls() -> None:
 
     @around(keras.Layer, "__call__")
     def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if (refresh := _refreshed.get(layer)) is not None:
+        method = _refreshed.get(layer)
+        if method is not None and (refresh := method()) is not None:
             refresh()
         return original(layer, *args, **kwargs)
 

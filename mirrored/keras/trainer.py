@@ -19,7 +19,6 @@ import pathlib
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ import keras
 from mirrored.context import refuse_inside_run, strategy_with_towers
 from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
-from mirrored.keras import data
+from mirrored.keras import data, keras_private
 from mirrored.keras.callbacks import Monitor
 from mirrored.keras.checkpoints import Checkpoints, note_strategy, strategy_of
 from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer, around
@@ -42,17 +41,16 @@ log = get_logger("mirrored")
 
 _UPDATES_OF_THE_BAR = 100
 
-_trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary()
-
 
 def _training_of(model: Any) -> Training | None:
     """Returns a model's training under its strategy, or None without a strategy."""
     strategy = strategy_of(model)
     if strategy is None:
         return None
-    training = _trainings.get(model)
+    training: Training | None = keras_private.attached(model, "training")
     if training is None or training.strategy is not strategy:
-        training = _trainings[model] = _kind_of_training(strategy)(model, strategy)
+        training = _kind_of_training(strategy)(model, strategy)
+        keras_private.attach(model, "training", training)
     return training
 
 

@@ -5,6 +5,10 @@ gradients of the first attempt have reached a server, it drops those of the seco
 the function makes the same steps again. A call in which 5 workers were lost, one after another, is taken as the cause
 and raises an error.
 
+[Note: turns] If each step needs a gradient of every worker, with the same parameters, the workers take calls in turn:
+each takes one before any takes a second one. Otherwise, a fast worker could take two calls in a row, and wait in the
+second one, while the gradient of a later call is used in its place.
+
 [Note: the end] The thread of a worker has a strong reference to the coordinator only during a call. So a strategy and
 its coordinator are freed when the script drops them, and Ray ends the processes without a handle.
 """
@@ -15,6 +19,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, contextmanager
 from threading import Condition, Thread
 from typing import Any
 from weakref import ref
@@ -32,8 +37,9 @@ _MOST_LOST = 5  # workers lost one after another by one call
 class RemoteValue:
     """The future result of a scheduled function."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._number = number
+        self._waiting = waiting
         self._future: Future[Any] = Future()
         self._lost = 0  # the number of workers lost while they computed it
 
@@ -44,7 +50,8 @@ class RemoteValue:
             BaseException: the exception that the function raised.
             concurrent.futures.CancelledError: another function raised an exception before this one was called.
         """
-        return self._future.result()
+        with self._waiting():
+            return self._future.result()
 
     get = fetch
 
@@ -80,10 +87,12 @@ class ClusterCoordinator:
         self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
+        self._awaited = 0  # calls of join() and fetch() that wait
         self._unfinished: dict[int, None] = {}  # numbers of calls, in order
         self._error: BaseException | None = None
-        shared = self._changed, self._queue
-        reference = strategy.coordinator = ref(self, functools.partial(_abandon, *shared))
+        self._taken = [0] * strategy.workers  # calls of each worker since the last join()
+        shared = self._changed, self._queue, self._taken if strategy.takes_turns else []
+        reference = strategy.coordinator = ref(self, functools.partial(_abandon, self._changed, self._queue))
         for index in range(strategy.workers):
             arguments = (*shared, reference, index)
             Thread(target=_serve, args=arguments, name=f"mirrored-worker-{index}", daemon=True).start()
@@ -104,15 +113,17 @@ class ClusterCoordinator:
         with self._changed:
             self._raise_error()
             pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
-            self._queue.append((value := RemoteValue(next(self.strategy.numbers_of_calls)), pickled))
+            value = RemoteValue(next(self.strategy.numbers_of_calls), functools.partial(_waiting, ref(self)))
+            self._queue.append((value, pickled))
             self._unfinished[value._number] = None
             self._changed.notify_all()
         return value
 
     def join(self) -> None:
         """Waits until all scheduled functions have finished. Then the chief's variables have the servers' values."""
-        with self._changed:
+        with _waiting(ref(self)), self._changed:
             self._changed.wait_for(self._is_done)
+            self._taken[:] = [0] * len(self._taken)
         self._raise_error()
         self.strategy.flush()
         self.strategy.replica.refresh()
@@ -121,7 +132,11 @@ class ClusterCoordinator:
         """Returns whether all scheduled functions have finished."""
         self._raise_error()
         with self._changed:
-            return self._is_done()
+            if self._is_done():
+                return True
+        with _waiting(ref(self)):
+            self._step_if_all_wait()
+        return False
 
     def fetch(self, value: Any) -> Any:
         """Waits for the remote values in a nested structure, and returns the structure with their results."""
@@ -178,6 +193,7 @@ class ClusterCoordinator:
                     self._error = error
             elif not value._future.done():
                 self._queue.appendleft((value, pickled))
+                self._taken[index] -= 1
             if value._future.done():
                 del self._unfinished[value._number]
             if self._error is not None:
@@ -189,8 +205,13 @@ class ClusterCoordinator:
             self.strategy.await_worker(index)
 
     def _step_if_all_wait(self) -> None:
-        """Makes servers step with fewer gradients if every call waits for others and no worker is free."""
+        """Makes servers step with fewer gradients if every call waits for others and no worker is free.
+
+        If no function is queued, the chief must wait, too: otherwise, it may be about to schedule the next one.
+        """
         with self._changed:
+            if not (self._queue or self._awaited):
+                return
             most = self.strategy.workers if self._queue else self._running
         self.strategy.flush(most)
 
@@ -217,15 +238,39 @@ class ShortQueue:
             yield self._values.popleft().fetch()
 
 
-def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:
-    """Runs calls on a worker until the coordinator is dropped."""
+@contextmanager
+def _waiting(reference: ref[ClusterCoordinator]) -> Iterator[None]:
+    """Counts a wait of the chief."""
+    coordinator = reference()
+    if coordinator is not None:
+        with coordinator._changed:
+            coordinator._awaited += 1
+    try:
+        del coordinator
+        yield
+    finally:
+        if (coordinator := reference()) is not None:
+            with coordinator._changed:
+                coordinator._awaited -= 1
+
+
+def _serve(
+    changed: Condition, queue: deque[Any], taken: list[int], reference: ref[ClusterCoordinator], index: int
+) -> None:
+    """Runs calls on a worker until the coordinator is dropped.
+
+    Args:
+        taken: the number of calls of each worker, if they take turns; see [Note: turns].
+    """
     while True:
         with changed:
-            changed.wait_for(lambda: queue)
+            changed.wait_for(lambda: queue and (queue[0] is None or not taken or taken[index] <= min(taken)))
             if (coordinator := reference()) is None:
                 return
             value, pickled = queue.popleft()
             coordinator._running += 1
+            coordinator._taken[index] += 1
+            changed.notify_all()  # another worker may have the next turn
         coordinator._compute(index, value, pickled)
         del coordinator
 

@@ -41,7 +41,7 @@ class Library(Protocol):
         """Returns the parameters of a model that a forward writes to."""
 
     def watch(self, layers: Iterable[nn.Module], refresh: Callable[[], None]) -> None:
-        """Makes each call of these layers that runs no hooks of torch call ``refresh`` first."""
+        """Makes each call of these layers that runs no hooks of torch call ``refresh``, a bound method, first."""
 
 
 libraries: list[Library] = []

@@ -86,6 +86,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     Attributes:
         replica: the chief's copies of the variables.
+        takes_turns: whether each step needs a gradient of every worker with the same parameters.
 
     Raises:
         ValueError: a number is out of its range.
@@ -118,6 +119,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 raise ValueError(f"staleness is {staleness}, but must be 0 or more steps")
             self._cluster = Cluster(resolver, workers + servers, startup_timeout_seconds)
         self.workers = workers
+        self.takes_turns = replicas_to_aggregate == workers and staleness == 0
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         self.numbers_of_calls = itertools.count()
         self.events.saving.append(functools.partial(_finish_calls, weakref.ref(self)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pathlib
 import re
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +37,13 @@ EXAMPLES, BATCH = 56, 8
 STEPS = EXAMPLES // BATCH
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 6)).astype("float32")
 Y = (X[:, :1] > 0).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def free() -> Iterator[None]:
+    """Ends the workers and servers of a test, which Keras' models keep until garbage is collected."""
+    yield
+    gc.collect()
 
 
 class Counted(keras.metrics.Metric):  # type: ignore[misc]
@@ -202,6 +211,18 @@ def test_a_step_of_its_own_with_data_of_each_worker() -> None:
     assert history["own"][-1] < history["own"][0]
     assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
     assert int(model.optimizer.iterations) == 120
+
+
+def test_a_dropped_model_ends_its_workers() -> None:
+    strategy = mirrored.ParameterServerStrategy(workers=1, servers=1)
+    with strategy.scope():
+        model = model_of("adam")
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert values_of(model)
+    references = weakref.ref(strategy), weakref.ref(model)
+    del strategy, model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_batches_one_by_one_and_weights_from_a_file(tmp_path: pathlib.Path) -> None:

@@ -25,6 +25,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.extended
 
 from mirrored.cluster.resolver import ClusterError  # noqa: E402
+from mirrored.evaluation import is_evaluator  # noqa: E402
 from mirrored.parameter_server.nodes import _ip_of  # noqa: E402
 from tests.cluster.test_tf_config import tf_config  # noqa: E402
 from tests.parameter_server.processes import descendants  # noqa: E402
@@ -277,7 +278,7 @@ def test_the_evaluator_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = {**CLUSTER, "evaluator": ["e:1"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
     strategy = mirrored.ParameterServerStrategy()
-    assert mirrored.evaluation.is_evaluator(strategy)
+    assert is_evaluator(strategy)
     with strategy.scope():
         model = torch.nn.Linear(1, 1)
     assert model.state_dict()["weight"].isfinite()
