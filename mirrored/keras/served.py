@@ -5,12 +5,13 @@ so callbacks that follow batches see the logs of the batches that have finished.
 worker returns what its batch has added to the metrics, and the chief adds it up. It also evaluates and predicts.
 
 [Note: pickles of Keras' objects] Keras pickles a model as a file, whose reader makes new variables. Here, models,
-metrics and losses are pickled with their attributes, so references to variables (:mod:`…parameter_server.servers`)
-stay references. The values of ``compile`` are sent at each ``fit``, because they may have changed.
+metrics and losses are pickled with their attributes, so references to variables stay references
+(:mod:`mirrored.parameter_server.servers`). The values of ``compile`` are sent at each ``fit``, because they may have
+changed.
 
 [Note: Keras' optimizers on servers] The servers step as towers do with a sharded optimizer
-(:mod:`mirrored.keras.divided_steps`), except for two things. A worker scales and clips its gradients, as
-TensorFlow's do. Numbers of no parameter, such as that of iterations, are part of the state of all parameters.
+(:mod:`mirrored.keras.divided_steps`), except for two things. A worker scales and clips its gradients, as those of
+TensorFlow do. Numbers of no parameter, such as that of iterations, are part of the state of all parameters.
 """
 
 from __future__ import annotations
