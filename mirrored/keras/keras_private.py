@@ -172,7 +172,7 @@ def step(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
 
 
 def attach(obj: Any, name: str, value: Any) -> None:
-    """Gives a model or an optimizer an attribute of ours.
+    """Gives a model or an optimizer an additional attribute.
 
     If the value refers to the object, both can be collected, unlike those of a dict with weak keys.
     """
@@ -180,7 +180,7 @@ def attach(obj: Any, name: str, value: Any) -> None:
 
 
 def attached(obj: Any, name: str) -> Any:
-    """Returns an attribute of ours, or None."""
+    """Returns an additional attribute, or None."""
     return vars(obj).get(f"_mirrored_{name}")
 
 

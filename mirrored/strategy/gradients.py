@@ -133,8 +133,8 @@ class Gradients(CheckedCalls):
             One gradient for each input, of its shape and dtype; sparse unless some tower's gradient is dense.
 
         Raises:
-            ValueError: with ``create_graph``; for an input that is this tower's share of a batch; or, on all of several
-                towers, if ``torch.autograd.grad`` fails on one of them.
+            ValueError: with ``create_graph``; for sharded parameters, or an input that is this tower's share of a
+                batch; or, on all of several towers, if ``torch.autograd.grad`` fails on one of them.
             RuntimeError: inside ``no_sync``; or, on one tower, if ``torch.autograd.grad`` fails.
             DisagreementError: on all towers, if some make another call or pass other inputs.
         """
@@ -160,6 +160,7 @@ class Gradients(CheckedCalls):
             return take()
         call = f"strategy.grad() of {len(wanted)} inputs"
         self._refuse_own(call, wanted)
+        self._refuse_sharded("strategy.grad()", wanted)
         try:
             gradients = take()
         except Exception as error:
@@ -168,6 +169,10 @@ class Gradients(CheckedCalls):
         means = self._averaged(call, wanted, gradients)
         self.engine.averager.note_averaged(wanted, replaced=False)
         return tuple(means)
+
+    def _refuse_sharded(self, call: str, tensors: Iterable[Tensor]) -> None:
+        if any(map(self.engine.recorder.is_sharded, tensors)):
+            raise ValueError(f"{call} of sharded parameters: only loss.backward() computes their gradients")
 
     def average_gradients(self, parameters: Tensor | Iterable[Tensor]) -> None:
         """Averages the gradients that a script has assigned to ``p.grad``. All towers must call it.
@@ -180,7 +185,7 @@ class Gradients(CheckedCalls):
                 keeps None. If some towers have a gradient, the others contribute zero.
 
         Raises:
-            ValueError: on all towers, if a gradient of one of them has a graph.
+            ValueError: for sharded parameters; or, on all towers, if a gradient of one of them has a graph.
             RuntimeError: inside ``no_sync``.
             DisagreementError: on all towers, if some make another call or pass other parameters.
         """
@@ -190,6 +195,7 @@ class Gradients(CheckedCalls):
         if not self._several:
             return
         call = f"strategy.average_gradients() of {len(chosen)} parameters"
+        self._refuse_sharded("strategy.average_gradients()", chosen)
         gradients = [parameter.grad for parameter in chosen]
         if any(gradient is not None and gradient.requires_grad for gradient in gradients):
             problem = ValueError("a gradient carries a graph (create_graph=True), and an average cannot; detach it")

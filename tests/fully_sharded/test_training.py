@@ -236,7 +236,11 @@ def refused(kind: str) -> None:
     optimizer = early if kind == "optimizer" else torch.optim.SGD(model.parameters(), 0.1)
 
     def step(x: Tensor) -> None:
-        if kind == "no_sync":
+        if kind == "grad":
+            strategy.grad(model(x).sum(), model.parameters())
+        elif kind == "average_gradients":
+            strategy.average_gradients(model.parameters())
+        elif kind == "no_sync":
             with strategy.no_sync():
                 model(x).sum().backward()
         else:
@@ -254,6 +258,8 @@ REFUSED = {
     "late": (mirrored.MirrorError, "strategy.run was called before strategy.shard"),
     "optimizer": (mirrored.MirrorError, "SGD was created before strategy.shard(model)"),
     "no_sync": (mirrored.MirrorError, "gradients were accumulated under no_sync"),
+    "grad": (ValueError, "strategy.grad() of sharded parameters: only loss.backward()"),
+    "average_gradients": (ValueError, "strategy.average_gradients() of sharded parameters: only loss.backward()"),
     "shard_optimizer": (ValueError, "cannot be combined with shard_optimizer=True"),
     "virtual_towers": (ValueError, "cannot be combined with virtual_towers"),
 }

@@ -27,6 +27,7 @@ CLASSES: dict[str, type] = {
 OUTSIDE: dict[str, Callable[..., Any]] = {
     "strategy.scope": lambda s, m, c: s.scope().__enter__(),
     "strategy.mirror": lambda s, m, c: s.mirror(torch.nn.Linear(1, 1)),
+    "strategy.shard": lambda s, m, c: s.shard(torch.nn.Linear(1, 1)),
     "strategy.distribute_dataset": lambda s, m, c: s.distribute_dataset(torch.ones(4, 1), 2),
     "strategy.distribute_datasets_from_function": lambda s, m, c: s.distribute_datasets_from_function(lambda _: [1]),
     "strategy.check_mirrored": lambda s, m, c: s.check_mirrored(),
