@@ -269,13 +269,19 @@ class CentralStorage(ShardTransport):
             self._regions.barrier.wait_tagged(purpose)
 
     def begin(self, purpose: str, parameters: Iterable[Tensor]) -> None:
+        stepped: dict[SingleCopy, None] = {}  # others may be garbage, which exists on some towers only
         for parameter in parameters:
             place = self._place_of(parameter)
-            if place is not None and place.address not in (0, parameter.data_ptr()):
+            if place is None:
+                continue
+            stepped[place.copy] = None
+            if place.address not in (0, parameter.data_ptr()):
                 parameter.data = place.copy.view(place.template, place.offset).copy_(parameter.data)
         self._steps += 1
-        copies = enumerate(self._copies.items())
-        changed = {i: copy for i, (copy, table) in copies if not self._is_clean(table()) and copy.is_changed()}
+        copies = [(copy, self._copies[copy]) for copy in stepped if copy in self._copies]
+        changed = {
+            i: copy for i, (copy, table) in enumerate(copies) if not self._is_clean(table()) and copy.is_changed()
+        }
         if not changed:
             self.barrier(purpose)
             return
