@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.support.features import mlp
-from tests.support.jobs import make_data, parameters_of
+from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 from tests.support.sharded import equal_unsharded, small_training
 from towers.sharding.inner import ShardedState
 from towers.sharding.optimizer import OptimizerSharder
@@ -233,3 +233,30 @@ def test_parameters_that_share_their_memory_stay_there_and_it_is_said(capfd: pyt
         "Adam number 0: 4 parameters (Sequential.0.weight, Sequential.0.bias, Sequential.2.weight …) are updated whole"
     )
     assert capfd.readouterr().err.count(said) == 1
+
+
+def keys_of_memory(strategy: mirrored.Strategy) -> list[tuple[set[int], set[int]]]:
+    """After the steps of each of four models, of which none is kept: the keys in use, and those to be used again."""
+    x, y = make_data(8)
+    averager: Any = strategy.engine.averager
+    sharder: Any = strategy.engine.attached(OptimizerSharder)
+    found = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"), 8).backward()
+        optimizer.step()
+
+    for number in range(4):
+        model = strategy.mirror(make_mlp(seed=number))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        strategy.run(step, args=(model, optimizer))
+        used = [*(bucket.key for bucket in averager.layout.buckets), *sharder._transport._keys.values()]
+        used.append(sharder._known[optimizer]._readable._key)
+        assert len(set(used)) == len(used)
+        found.append((set(used), {*averager.keys._free, *averager.keys._released}))
+    return found
+
+
+def test_memory_in_use_is_not_given_to_others() -> None:
+    for found in towers(keys_of_memory, settings={"shard_optimizer": True}):
+        assert [used & free for used, free in found] == [set()] * 4

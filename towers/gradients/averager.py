@@ -129,6 +129,8 @@ class GradientAverager(GradientReducer):
         self._any_unsynced = False
         self.keys = Keys(channel)
         self.layout = BucketLayout([], self._bucket_bytes)
+        for bucket in self.layout.buckets:
+            bucket.key = self.keys.new()
         self._lay_out([])
         keep_from_forks(self)
 
