@@ -227,5 +227,5 @@ def is_evaluator(strategy: Any) -> bool:
 
 
 def resolvers_of(strategy: Any) -> list[ClusterResolver]:
-    """Returns what describes the cluster: the resolver of a strategy, if it has one, and TF_CONFIG."""
+    """Returns the resolver of a strategy, if it has one, and that of TF_CONFIG."""
     return [each for each in (strategy.cluster_resolver, TFConfigClusterResolver()) if each is not None]

@@ -126,8 +126,8 @@ def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any =
         return _DistributedAdapter(distributed(running.strategy, x))
     if not hasattr(running.strategy, "coordinator"):
         raise TypeError(
-            "the data are a function, which creates those of each worker of a ParameterServerStrategy. With other "
-            "strategies, give model.fit the result of strategy.distribute_datasets_from_function"
+            "the data are a function, which is possible with a ParameterServerStrategy only. With other strategies, "
+            "give model.fit the result of strategy.distribute_datasets_from_function"
         )
     if kwargs.get("steps_per_epoch") is None:
         raise ValueError("the data are a function for each worker, without a known end: set steps_per_epoch")

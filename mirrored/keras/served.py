@@ -1,8 +1,9 @@
 """``fit`` with parameter servers: the chief runs Keras' loop, workers run its training steps, servers its optimizer.
 
 The chief reads the batches, and schedules a ``train_step`` for each. A few more are scheduled than there are workers,
-so callbacks that follow batches see the logs of the batches that have finished. At the end of an epoch, all have. Each
-worker returns what its batch has added to the metrics, and the chief adds it up. It also evaluates and predicts.
+so callbacks that follow batches see the logs of finished batches. The epoch ends when all of its batches have finished.
+Each worker returns its batch's contributions to the metrics, and the chief adds them up. The chief evaluates and
+predicts.
 
 [Note: pickles of Keras' objects] Keras pickles a model as a file, whose reader makes new variables. Here, models,
 metrics and losses are pickled with their attributes, so references to variables stay references
@@ -11,7 +12,7 @@ changed.
 
 [Note: Keras' optimizers on servers] The servers step as towers do with a sharded optimizer
 (:mod:`mirrored.keras.divided_steps`), except for two things. A worker scales and clips its gradients, as those of
-TensorFlow do. Numbers of no parameter, such as that of iterations, are part of the state of all parameters.
+TensorFlow do. Numbers that belong to no parameter, such as the iterations, are part of the state of all parameters.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def step_of(optimizer: Any) -> ServedStep:
     return step
 
 
-# -- what the strategy asks of Keras ---------------------------------------------------------------------
+# -- the interface for the strategy ----------------------------------------------------------------------
 
 
 class _Keras:
@@ -210,8 +211,8 @@ libraries.append(_Keras())
 
 
 Returned = tuple[list[str], dict[str, float], list[Tensor], int]
-"""What a training step returns: the names of its logs, those that no metric has computed, what the batch has added to
-each metric variable, and the number of examples.
+"""The result of a training step: the names of its logs, the logs that no metric has computed, the batch's contribution
+to each metric variable, and the number of examples.
 """
 
 
@@ -336,14 +337,13 @@ class ServedTraining(Training):
 
     def _send_state(self, step: ServedStep) -> None:
         written = int(step.state[step.of_model[0]]["_iterations"])
-        if step in self.strategy.replica.optimizers:
-            self.strategy.send_state(step)
+        if self.strategy.send_state(step):
             written -= self.strategy.replica.steps_of(step)
         step.param_groups[0]["iterations_before"] = written
 
     @torch.no_grad()
     def _add(self, returned: Iterator[Returned]) -> None:
-        """Adds what batches have added to the metrics."""
+        """Adds the contributions of batches to the metrics."""
         try:
             for self._names, self._others, adds, examples in returned:
                 self._examples += examples

@@ -29,7 +29,7 @@ class ServedOptimizer(Optimizer):
 
 
 class Library(Protocol):
-    """What the strategy asks of another library, on the chief, the workers and the servers."""
+    """The functions of another library that the strategy needs, on the chief, the workers and the servers."""
 
     def reduce(self, obj: Any) -> Any:
         """Returns how to pickle an object, as ``__reduce__`` does, or NotImplemented for objects of others."""

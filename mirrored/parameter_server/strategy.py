@@ -280,10 +280,16 @@ class ParameterServerStrategy(OneDeviceStrategy):
             if there := [(part, state[part]) for part in variable.parts if part in state]:
                 optimizer.state[parameter] = join_state(there, parameter)
 
-    def send_state(self, optimizer: Optimizer) -> None:
-        """Gives the servers the state of an optimizer that was written to on the chief."""
-        if optimizer in self.replica.optimizers:
+    def send_state(self, optimizer: Optimizer) -> bool:
+        """Gives the servers the state of an optimizer that was written to on the chief, if they have the optimizer.
+
+        Returns:
+            Whether they have it.
+        """
+        has_it = optimizer in self.replica.optimizers
+        if has_it:
             self._set_state(self.replica.optimizers.index(optimizer), optimizer)
+        return has_it
 
     def _set_state(self, index: int, optimizer: Optimizer) -> None:
         state = {

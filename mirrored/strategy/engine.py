@@ -330,7 +330,7 @@ class Engine:
         sharded = list(self.recorder.sharded_models())
         for model in sharded:
             model.set_requires_gradient_sync(False)
-            self.recorder.sharded_accumulate = True
+        self.recorder.note_accumulated()
         try:
             with self.averager.accumulating():
                 yield

@@ -196,8 +196,9 @@ class OptimizerGuard:
         """
         averager = self._averager
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(map(self._recorder.is_sharded, parameters)):
-            self._check_reduced(parameters)
+        sharded = [p for p in parameters if self._recorder.is_sharded(p)]
+        self._check_reduced(sharded)
+        if len(sharded) == len(parameters):
             return
         unsynced = averager.unsynced()
         if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
@@ -226,12 +227,14 @@ class OptimizerGuard:
 
     def _check_reduced(self, parameters: list[torch.Tensor]) -> None:
         """Checks that torch has reduced gradients of sharded parameters, which exist only after that."""
-        accumulated, self._recorder.sharded_accumulate = self._recorder.sharded_accumulate, False
-        if accumulated and all(p.grad is None for p in parameters):
+        accumulated = self._recorder.accumulated
+        stale = [p for p in parameters if id(p) in accumulated]
+        if stale and all(p.grad is None for p in stale):
             raise MirrorError(
                 "optimizer.step() on sharded parameters, whose gradients were accumulated under no_sync, and no "
                 "backward() outside it has averaged them"
             )
+        accumulated.difference_update(map(id, stale))
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:

@@ -54,7 +54,7 @@ class Recorder:
         self._hooks: list[Any] = []
         self._sharded: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._sharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.sharded_accumulate = False  # whether a backward of sharded parameters may have reduced no gradients
+        self.accumulated: set[int] = set()  # ids of sharded parameters that may have gradients that are not reduced
         self._replaced: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._class_names: Counter[str] = Counter()
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
@@ -147,6 +147,10 @@ class Recorder:
     def was_replaced(self, parameter: torch.Tensor) -> bool:
         """Returns whether sharding has replaced ``parameter`` by another one."""
         return self._replaced.get(id(parameter)) is parameter
+
+    def note_accumulated(self) -> None:
+        """Records that backwards of sharded parameters may have reduced no gradients."""
+        self.accumulated.update(self._sharded)
 
     def sharded_models(self) -> Iterator[Any]:
         """Yields the models with sharded parameters, in the order in which they were sharded."""

@@ -234,9 +234,16 @@ def refused(kind: str) -> None:
         strategy.shard(model, units) if kind == "twice" else strategy.run(lambda: None)
     strategy.shard(model, units)
     optimizer = early if kind == "optimizer" else torch.optim.SGD(model.parameters(), 0.1)
+    second = strategy.shard(nn.Linear(3, 1)) if kind == "second model" else model
 
     def step(x: Tensor) -> None:
-        if kind == "grad":
+        if kind == "second model":
+            with strategy.no_sync():
+                (model(x) + second(x)).sum().backward()
+            model(x).sum().backward()
+            optimizer.step()
+            torch.optim.SGD(second.parameters(), 0.1).step()
+        elif kind == "grad":
             strategy.grad(model(x).sum(), model.parameters())
         elif kind == "average_gradients":
             strategy.average_gradients(model.parameters())
@@ -258,6 +265,7 @@ REFUSED = {
     "late": (mirrored.MirrorError, "strategy.run was called before strategy.shard"),
     "optimizer": (mirrored.MirrorError, "SGD was created before strategy.shard(model)"),
     "no_sync": (mirrored.MirrorError, "gradients were accumulated under no_sync"),
+    "second model": (mirrored.MirrorError, "gradients were accumulated under no_sync"),
     "grad": (ValueError, "strategy.grad() of sharded parameters: only loss.backward()"),
     "average_gradients": (ValueError, "strategy.average_gradients() of sharded parameters: only loss.backward()"),
     "shard_optimizer": (ValueError, "cannot be combined with shard_optimizer=True"),

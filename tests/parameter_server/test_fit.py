@@ -208,7 +208,7 @@ def test_a_step_of_its_own_with_data_of_each_worker() -> None:
     with pytest.raises(ValueError, match="set steps_per_epoch"):
         model.fit(make_data, verbose=0)
     history = model.fit(make_data, steps_per_epoch=40, epochs=3, verbose=0, callbacks=[Rates()]).history
-    assert history["own"][-1] < history["own"][0]
+    assert history["own"][-1] < 1  # about 5 without training
     assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
     assert int(model.optimizer.iterations) == 120
 
@@ -221,8 +221,8 @@ def test_a_dropped_model_ends_its_workers() -> None:
     assert values_of(model)
     references = weakref.ref(strategy), weakref.ref(model)
     del strategy, model
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
+    # a worker's thread refers to the coordinator until its call has ended
+    wait_until(lambda: gc.collect() >= 0 and all(reference() is None for reference in references))
 
 
 def test_batches_one_by_one_and_weights_from_a_file(tmp_path: pathlib.Path) -> None:
