@@ -15,6 +15,7 @@ only after that reduction, and need no guard. The mirror check leaves them out, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,13 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from towers.collectives.communicator import Communicator
+from towers.collectives.process_group import ProcessGroupCommunicator, communicator_over
 from towers.errors import MirrorError
+from towers.health.status import AVERAGING
 from towers.system.tensors import Named
 from towers.system.torch_private import move_own, own_buffers, own_parameters
-from towers.topology import Topology
+
+GATHERING = "gathering parameters"
 
 Unit = type[nn.Module] | str
 """A class of modules, or its name."""
+
+
+_communicators: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Communicator]] = weakref.WeakKeyDictionary()
+"""The towers over which each model is sharded."""
 
 
 def shard(
@@ -55,7 +64,7 @@ def shard(
     engine.forget(model)
     options: dict[str, Any] = {}
     if strategy.num_replicas_in_sync > 1:
-        options["mesh"] = _mesh(strategy.device, strategy.topology, replicate_across_hosts)
+        options["mesh"], communicator = _meshes(strategy, replicate_across_hosts)
     if reshard_after_forward is not None:
         options["reshard_after_forward"] = reshard_after_forward
     if mixed_precision is not None:
@@ -64,8 +73,24 @@ def shard(
         unit.initialise(strategy.device, getattr(model, "_init_weights", None))  # of Hugging Face
         if strategy.num_replicas_in_sync > 1:
             engine.make_equal(unit.named_tensors())
-            fully_shard(unit.module, **options)
+            sharded: Any = fully_shard(unit.module, **options)
+            sharded.set_custom_all_gather(_Gather(communicator))
+            sharded.set_custom_reduce_scatter(_ReduceScatter(communicator))
     engine.add_sharded(model, originals)
+    _communicators[model] = weakref.ref(strategy.communicator)
+
+
+def communicator_of(model: nn.Module) -> Communicator:
+    """Returns the communicator of the towers over which a model, or a part of it, is sharded.
+
+    Raises:
+        ValueError: none.
+    """
+    for root, reference in _communicators.items():
+        communicator = reference()
+        if communicator is not None and not set(root.modules()).isdisjoint(model.modules()):
+            return communicator
+    raise ValueError(f"this {type(model).__name__} was sharded, but not by strategy.shard")
 
 
 def _check(engine: Any, model: nn.Module) -> None:
@@ -105,11 +130,44 @@ def _is(kind: type, unit: Unit) -> bool:
     return any(base.__name__ == unit for base in kind.__mro__) if isinstance(unit, str) else issubclass(kind, unit)
 
 
-def _mesh(device: torch.device, topology: Topology, replicate_across_hosts: bool) -> DeviceMesh:
-    hosts, rest = divmod(topology.size, topology.local_size)
-    if replicate_across_hosts and hosts > 1 and not rest:
-        return init_device_mesh(device.type, (hosts, topology.local_size), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device.type, (topology.size,), mesh_dim_names=("shard",))
+def _meshes(strategy: Any, replicate_across_hosts: bool) -> tuple[DeviceMesh, ProcessGroupCommunicator]:
+    """Returns torch's mesh of the towers, and a communicator over the towers that hold one model together."""
+    meshes = strategy.engine.meshes
+    if replicate_across_hosts not in meshes:
+        device, topology = strategy.device, strategy.topology
+        hosts, rest = divmod(topology.size, topology.local_size)
+        sizes: tuple[int, ...] = (topology.size,)
+        names: tuple[str, ...] = ("shard",)
+        if replicate_across_hosts and hosts > 1 and not rest:
+            sizes, names = (hosts, topology.local_size), ("replicate", "shard")
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        over = communicator_over(mesh.get_group("shard"), strategy.communicator, strategy.engine.timeout)
+        meshes[replicate_across_hosts] = mesh, over
+    made: tuple[DeviceMesh, ProcessGroupCommunicator] = meshes[replicate_across_hosts]
+    return made
+
+
+class _Allocates:
+    """The memory of torch's collectives; see ``FSDPModule.set_custom_all_gather``.
+
+    With a communicator's collectives in place of torch's own, a tower that does not take part is found and named.
+    """
+
+    def __init__(self, communicator: ProcessGroupCommunicator) -> None:
+        self._communicator = communicator
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocates):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return self._communicator.gather_parts(output_tensor, input_tensor, GATHERING, async_op=async_op)
+
+
+class _ReduceScatter(_Allocates):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return self._communicator.reduce_parts(output_tensor, input_tensor, op, AVERAGING, async_op=async_op)
 
 
 class _Unit:

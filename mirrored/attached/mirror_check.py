@@ -61,7 +61,7 @@ _EARLY = (2, 10, 100)  # the runs that reveal scripts that are wrong from the st
 _READ_AFTER = 10  # runs, after which a GPU has finished its earlier work
 
 _PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
-_BUFFER = "buffer"
+_BUFFER, _STEPS = "buffer", "number of steps"
 
 
 _SEVERAL = {
@@ -69,6 +69,7 @@ _SEVERAL = {
     _STRANGE: "parameters that are not mirrored",
     _STATE: "optimizer states",
     _SETTING: "settings",
+    _STEPS: "numbers of steps",
 }
 
 _LOOK_FOR = (
@@ -123,6 +124,7 @@ class MirrorCheck:
         self._apart = apart
         self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
         self._under_way: _Check | None = None
         self._last_equal = ""  # the time of the last check without a difference
@@ -136,7 +138,8 @@ class MirrorCheck:
         self._parameters += [(named.name, weakref.ref(named.tensor)) for named in parameters]
 
     def notice(self, optimizer: Optimizer) -> None:
-        """Adds an optimizer of mirrored parameters that is about to step."""
+        """Counts a step of an optimizer of mirrored or sharded parameters, and adds the optimizer before its first."""
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if optimizer not in self._optimizers:
             name = type(optimizer).__name__
             number = self._class_names[name]
@@ -203,6 +206,8 @@ class MirrorCheck:
         optimizers = list(self._optimizers.items())
         living = self._living()
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
+        # No two towers have the same part of a sharded parameter, so the steps are compared instead.
+        held += [Held(f"of {label}", _STEPS, self._steps[one]) for one, label in optimizers if _is_sharded(one)]
         if self._apart():
             return held
         held += [Held(name, _PARAMETER, p.detach()) for name, p in living]
@@ -319,6 +324,10 @@ def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:
             value = group.get(name)
             if isinstance(value, Tensor) or _is_plain(value):
                 yield Held(f"{name} of {where}", _SETTING, value)
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _has_bits(value: Any) -> TypeGuard[Tensor]:

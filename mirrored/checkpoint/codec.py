@@ -13,11 +13,14 @@ import math
 import urllib.parse
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
@@ -37,10 +40,12 @@ class Encoder:
 
     Attributes:
         tensors: by name; detached, on their devices, not copied. A tensor that is in several places is collected once.
+        sharded: by name; tensors that are sharded over the towers.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.sharded: dict[str, DTensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, *, skip_code: bool = False) -> Any:
@@ -115,10 +120,12 @@ class Encoder:
                 f"{path} is a {value.layout} tensor on {value.device}, which cannot be saved; save a dense one"
             )
         if hasattr(value, "full_tensor"):  # a DTensor, whose module is slow to import
-            raise TypeError(
-                f"{path} is sharded over the towers, which cannot be saved yet; save it with "
-                "torch.distributed.checkpoint"
-            )
+            sharded: Any = value.detach()
+            if any(place.is_partial() for place in sharded.placements):
+                raise TypeError(f"{path} is a sum whose parts the towers have not added yet; call its redistribute()")
+            self.sharded[path] = sharded
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"sharded": path, "dtype": dtype, "shape": list(value.shape)}
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():
             raise TypeError(f"{path} is a {type(value).__name__} without memory; save the tensor that it represents")
@@ -142,15 +149,20 @@ def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
         raise TypeError(f"{path} is an array of {value.dtype}, which cannot be saved; use one of numbers") from None
 
 
+TensorOf = Callable[..., Tensor]
+"""Returns a tensor by its name, and for a sharded one its shape and dtype."""
+
+
 class Malformed(ValueError):
     """Reports a file, or a value in a file, that this software did not write."""
 
 
-def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+def decode(value: Any, tensor: TensorOf) -> Any:
     """Decodes a value of :meth:`Encoder.encode`.
 
     Args:
-        tensor: returns a tensor by name. A "meta" tensor, without data, may replace an array.
+        tensor: returns a tensor by name. A "meta" tensor, without data, may replace an array. For a sharded tensor, it
+            also receives the shape and dtype, as a "meta" tensor.
 
     Raises:
         Malformed: ``value`` is not an encoded state.
@@ -173,27 +185,33 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         raise Malformed(f"an encoded {kind} cannot be read: {error}") from None
 
 
-def _sequence(content: Any, tensor: Callable[[str], Tensor]) -> list[Any]:
+def _sequence(content: Any, tensor: TensorOf) -> list[Any]:
     if not isinstance(content, list):
         raise Malformed(f"a sequence is a {type(content).__name__}")
     return [decode(entry, tensor) for entry in content]
 
 
-def _read_dict(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
+def _read_dict(_: Any, content: Any, tensor: TensorOf) -> dict[str, Any]:
     return {key: decode(entry, tensor) for key, entry in content.items()}
 
 
-def _read_items(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
+def _read_items(value: Any, content: Any, tensor: TensorOf) -> Any:
     return _MAPPINGS[value["kind"]]([(decode(key, tensor), decode(entry, tensor)) for key, entry in content])
 
 
-def _read_tensor(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> Tensor:
+def _read_tensor(_: Any, content: Any, tensor: TensorOf, sharded: Tensor | None = None) -> Tensor:
     if not isinstance(content, str):
         raise Malformed(f"the name of a tensor is a {type(content).__name__}")
-    return tensor(content)
+    return tensor(content) if sharded is None else tensor(content, sharded)
 
 
-def _read_scalar(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
+def _read_sharded(value: Any, content: Any, tensor: TensorOf) -> Tensor:
+    return _read_tensor(
+        value, content, tensor, torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
+    )
+
+
+def _read_scalar(value: Any, content: Any, tensor: TensorOf) -> Any:
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in _SCALARS:  # the size of a "V" scalar is untrusted, and "O" holds any object
         raise Malformed(f"a scalar is of kind {dtype.kind!r}")
@@ -204,10 +222,11 @@ def _array(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-_DECODERS: dict[str, Callable[[Any, Any, Callable[[str], Tensor]], Any]] = {
+_DECODERS: dict[str, Callable[[Any, Any, TensorOf], Any]] = {
     "dict": _read_dict,
     "items": _read_items,
     "tensor": _read_tensor,
+    "sharded": _read_sharded,
     "array": lambda _, content, tensor: _array(decode(content, tensor)),
     "scalar": _read_scalar,
     "tuple": lambda _, content, tensor: tuple(_sequence(content, tensor)),

@@ -3,7 +3,7 @@
 ::
 
     results/run/
-        step-00000100/    manifest.json, tensors.safetensors
+        step-00000100/    manifest.json, tensors.safetensors; of sharded models, also shards-00000.safetensors, …
         step-00000120/
         best/             a named checkpoint
         latest            a text file: the name of the newest checkpoint, for people and other programs
@@ -50,14 +50,18 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
+from mirrored.checkpoint.tensors import is_shard_file
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.system.messages import get_logger
 from towers.system.timeouts import Deadline, clock
+
+if TYPE_CHECKING:
+    from mirrored.checkpoint.shards import Shards
 
 log = get_logger("mirrored")
 
@@ -213,10 +217,13 @@ class Folder:
             return sorted(step for step in steps if step is not None)
         return []
 
-    def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
+    def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview], shards: Shards | None = None) -> None:
         """Writes a checkpoint, then removes the oldest steps beyond ``keep``.
 
         Checkpoints of later steps are renamed to ``replaced-…``; see [Note: the newest checkpoint].
+
+        Args:
+            shards: sharded tensors, which all towers write.
 
         Raises:
             OSError, ValueError: a file could not be written, or other files of the user have that name. Earlier
@@ -227,10 +234,17 @@ class Folder:
             self.disk.mkdir(temporary)
             size, checksum = self.disk.write_file(temporary / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
+            if shards is not None:
+                files |= shards.write(temporary, coordinates=True)
             self.disk.write_file(temporary / NAME, [memoryview(dump({**manifest, "files": files}))])
             self.disk.sync_folder(temporary)
 
-        self._put(name, write_files)
+        try:
+            self._put(name, write_files)
+        except Exception as error:
+            if shards is not None:
+                shards.give_up(error)
+            raise
 
     def keep_as(self, name: str, source: pathlib.Path) -> None:
         """Keeps a checkpoint under a second name, which is never pruned. It replaces the one that it kept before.
@@ -382,7 +396,7 @@ class Folder:
 
 def find_checkpoint(path: pathlib.Path) -> pathlib.Path:
     """Returns the checkpoint that a path names: its folder, or a file in it, or a run's folder or its ``latest``."""
-    if path.name in (NAME, TENSORS):
+    if path.name in (NAME, TENSORS) or is_shard_file(path.name):
         return path.parent
     if path.name == LATEST or ((path / LATEST).exists() and not (path / NAME).exists()):
         folder = path.parent if path.name == LATEST else path
@@ -397,7 +411,7 @@ def is_checkpoint(place: pathlib.Path) -> bool:
         return False
     names = {entry.name for entry in place.iterdir()}
     visible = {name for name in names if not name.startswith(".")}
-    return not names or (bool(visible) and visible <= {NAME, TENSORS})
+    return not names or (bool(visible) and all(name in (NAME, TENSORS) or is_shard_file(name) for name in visible))
 
 
 def link_files(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -18,14 +18,18 @@ import pathlib
 import re
 import reprlib
 import stat
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError, listed
-from mirrored.checkpoint.tensors import TensorFile
+from mirrored.checkpoint.tensors import TensorFile, is_shard_file
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 NAME = "manifest.json"
 TENSORS = "tensors.safetensors"
@@ -48,8 +52,13 @@ def _are_dicts(values: Any) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 
-def _is_file(value: Any) -> bool:
-    return isinstance(value, dict) and _is_number(value.get("bytes"), 0)
+def _are_files(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and TENSORS in value
+        and all(isinstance(file, dict) and _is_number(file.get("bytes"), 0) for file in value.values())
+        and all(name == TENSORS or is_shard_file(name) for name in value)
+    )
 
 
 _FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -61,7 +70,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "objects": lambda value: isinstance(value, dict),
     "own": lambda value: isinstance(value, list) and _are_dicts(value),
     "tensors": lambda value: isinstance(value, dict) and _are_dicts(value.values()),
-    "files": lambda value: isinstance(value, dict) and value.keys() == {TENSORS} and _is_file(value[TENSORS]),
+    "files": _are_files,
 }
 """Functions that return whether the value of a field is valid, by field."""
 
@@ -175,14 +184,14 @@ class StoredCheckpoint:
     Attributes:
         path: its folder.
         manifest: its manifest, checked by :func:`load`.
-        tensors: its file of tensors.
+        tensors: its file of the tensors that are not sharded.
     """
 
     def __init__(self, path: pathlib.Path, *, check: bool = True, in_memory: bool = False) -> None:
         """Opens the checkpoint at ``path``.
 
         Args:
-            check: whether to read the whole file of tensors and compare its checksum.
+            check: whether to read the files of tensors completely and compare their checksums.
             in_memory: whether it is a snapshot, whose file of tensors is a link (:mod:`mirrored.checkpoint.memory`).
 
         Raises:
@@ -191,17 +200,20 @@ class StoredCheckpoint:
         self.path = path
         try:
             with contextlib.ExitStack() as stack:
-                folder = _open(path, os.O_DIRECTORY)
-                stack.callback(os.close, folder)
-                self.manifest = self._read_manifest(folder)
-                self._refuse_other_files(folder)
-                data = _open(path / TENSORS, folder=folder, follow=in_memory)
-                stack.callback(os.close, data)
-                self._check_tensors(data, check)
-                try:
-                    self.tensors = TensorFile(f"/proc/self/fd/{data}", self.manifest["tensors"])
-                except Malformed as error:
-                    raise CheckpointError(f"{path / TENSORS} cannot be read: {error}") from None
+                self._folder = _open(path, os.O_DIRECTORY)
+                stack.callback(os.close, self._folder)
+                self.manifest = self._read_manifest(self._folder)
+                self._refuse_other_files(self._folder)
+                for name in sorted(self.manifest["files"]):
+                    data = _open(path / name, folder=self._folder, follow=in_memory)
+                    with contextlib.closing(open(data, "rb", buffering=0)):
+                        self._check_file(name, data, check)
+                        if name == TENSORS:
+                            try:
+                                self.tensors = TensorFile(f"/proc/self/fd/{data}", self.manifest["tensors"])
+                            except Malformed as error:
+                                raise CheckpointError(f"{path / TENSORS} cannot be read: {error}") from None
+                self._closing = stack.pop_all()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -218,22 +230,27 @@ class StoredCheckpoint:
             raise CheckpointError(f"{path} cannot be used: {error}") from None
 
     def _refuse_other_files(self, folder: int) -> None:
-        others = {name for name in os.listdir(folder) if not name.startswith(".")} - {NAME, TENSORS}
+        others = {name for name in os.listdir(folder) if not name.startswith(".")} - {NAME, *self.manifest["files"]}
         if others:
             raise CheckpointError(
                 f"{self.path} holds {listed(sorted(others))}, which no checkpoint has: remove it, if it is yours"
             )
 
-    def _check_tensors(self, descriptor: int, check: bool) -> None:
-        path, stated = self.path / TENSORS, self.manifest["files"][TENSORS]
+    def _check_file(self, name: str, descriptor: int, check: bool) -> None:
+        path, stated = self.path / name, self.manifest["files"][name]
         size = os.fstat(descriptor).st_size
         if size != stated["bytes"]:
             raise CheckpointError(f"{path} is {size} bytes long, but was written with {stated['bytes']}: it is damaged")
         if check and _file_checksum(descriptor) != stated.get("sha256"):
             raise CheckpointError(f"{path} has another checksum than when it was written: it is damaged")
 
-    def state(self, name: str, tower: int = 0, *, data: bool = True) -> Any:
+    def state(
+        self, name: str, tower: int = 0, *, data: bool = True, places: Mapping[str, DTensor] | None = None
+    ) -> Any:
         """Returns the state of an object on a tower. With ``data=False``, its tensors are "meta" tensors.
+
+        Args:
+            places: tensors whose layout those of these names shall have. All others are whole.
 
         Raises:
             CheckpointError: the checkpoint does not contain the object, or its state is malformed.
@@ -244,12 +261,28 @@ class StoredCheckpoint:
             public = listed(each for each in objects if not each.startswith("mirrored."))
             raise CheckpointError(f"{self.path}: it holds no {name!r}, only {public}")
 
-        def tensor(path: str) -> Tensor:
-            own = own_name(path, tower)
-            return read(own if own in names else path)
+        sharded: dict[str, Tensor] = {}
+
+        def tensor(path: str, layout: Tensor | None = None) -> Tensor:
+            own, place = own_name(path, tower), (places or {}).get(path)
+            if layout is None:
+                value = read(own if own in names else path)
+                return value if place is None or not data else shards.part_of(value, place)
+            if not data:
+                return layout
+            if place is not None and place.shape == layout.shape:
+                sharded[path] = torch.empty_like(place, dtype=layout.dtype)
+            else:
+                sharded[path] = torch.empty_like(layout, device="cpu")
+            return sharded[path]
 
         try:
-            return decode(self.manifest["own"][tower].get(name, objects[name]), tensor)
+            if data and (places or len(self.manifest["files"]) > 1):
+                from mirrored.checkpoint import shards  # it is slow to import
+            state = decode(self.manifest["own"][tower].get(name, objects[name]), tensor)
+            if sharded:
+                shards.read_shards(f"/proc/self/fd/{self._folder}", sharded)
+            return state
         except (Malformed, RecursionError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
 
@@ -260,6 +293,7 @@ class StoredCheckpoint:
 
     def close(self) -> None:
         self.tensors.close()
+        self._closing.close()
 
 
 def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow: bool = False) -> int:

@@ -53,7 +53,7 @@ class Snapshots:
     def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], job: str, every: int) -> None:
         self._strategy, self._comm, self._every = strategy, strategy.communicator, every
         self._job, self._folder = job, folder
-        self._saver = Saver(strategy, folder, tracked, {"job": job})
+        self._saver = Saver(strategy, folder, tracked, {"job": job}, takes_shards=False)
 
     def save(self, step: int, *, wait: bool) -> None:
         """Takes a snapshot after a step, if one is due. A snapshot that cannot be kept is a warning.
@@ -148,8 +148,8 @@ def keep_snapshots(
 ) -> Snapshots | None:
     """Creates snapshots in memory, in addition to the checkpoints in ``folder``.
 
-    If an agent does not keep snapshots, a warning is logged and the result is None. The command, the job's token and
-    the folder on the disk identify the job.
+    If an agent does not keep snapshots, or a model is sharded, a warning is logged and the result is None. The command,
+    the job's token and the folder on the disk identify the job.
     """
     comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
     local = [bool(offered), digest_of([os.environ.get(JOB_TOKEN), sys.argv, place])]
@@ -159,7 +159,9 @@ def keep_snapshots(
         "them. Pass restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep no "
         "snapshots)"
     )
-    if offered and all(is_offered for is_offered, _ in towers):
+    if any(strategy.engine.recorder.sharded_models()):
+        reason = "the model is sharded over the towers, and an agent has the parts of its own towers only"
+    elif offered and all(is_offered for is_offered, _ in towers):
         kept = _MemoryFolder(pathlib.Path(offered, digest_of(place)), _Memory(pathlib.Path(offered)), keep=1)
         try:
             return Snapshots(strategy, kept, tracked, towers[0][1], every)  # command lines may differ: tower 0's counts

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fnmatch
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirrored.checkpoint.codec import Malformed
-from mirrored.checkpoint.errors import CheckpointError, listed
+from mirrored.checkpoint.codec import Encoder, Malformed
+from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
 from mirrored.checkpoint.folder import find_checkpoint
 from mirrored.checkpoint.manifest import TENSORS, StoredCheckpoint
-from mirrored.checkpoint.tensors import TensorFile
+from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from mirrored.checkpoint.tracked import TrackedModule
 from mirrored.interceptor import interceptor
+from towers.collectives.agreement import announce
 from towers.system.messages import printable
+
+_Read = Callable[[Mapping[str, Any] | None], dict[str, Tensor]]
+"""Returns all tensors by name: in the layout of the given sharded ones and otherwise whole, or without data (None)."""
 
 _MOST_ROWS = 100_000
 _LONGEST = 200  # characters per path
@@ -66,7 +71,8 @@ def load_weights(
 ) -> LoadReport:
     """Loads parameters and buffers of a model by name. All others keep their values.
 
-    Every tower calls it before the first ``run``, and must find the same file.
+    Every tower calls it before the first ``run``, and must find the same file. A tower reads only its own parts of a
+    sharded model (``strategy.shard``).
 
     Args:
         module: the model. Values are converted to its dtypes.
@@ -89,11 +95,24 @@ def load_weights(
     path = own if own.exists() else path
     if path.name != TENSORS:  # that file can be read alone
         path = find_checkpoint(path)
-    saved = _read(path, name)
-    here = module.state_dict()
+    with _opened(path, name) as read:
+        return _load(module, path, name, read, include, exclude, rename or {}, skip_misfits)
+
+
+def _load(
+    module: nn.Module,
+    path: pathlib.Path,
+    name: str,
+    read: _Read,
+    include: str | Sequence[str],
+    exclude: str | Sequence[str],
+    rename: Mapping[str, str],
+    skip_misfits: bool,
+) -> LoadReport:
+    saved, here = read(None), module.state_dict()
     taken: dict[str, str] = {}
     for key in saved:
-        new = _renamed(key, rename or {})
+        new = _renamed(key, rename)
         if isinstance(here.get(new), Tensor) and _matches(new, include) and not _matches(new, exclude):
             if new in taken:
                 raise CheckpointError(f"{path}: both {taken[new]} and {key} would be loaded into {new}")
@@ -108,10 +127,11 @@ def load_weights(
     loaded = {new: key for new, key in taken.items() if new not in misfits}
     if not loaded:
         raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
+    values = read({key: here[new] for new, key in loaded.items() if hasattr(here[new], "to_local")})
     roll_back = TrackedModule(name, module, lambda parameter: False).rollback()
     try:
         with torch.no_grad():
-            module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
+            module.load_state_dict({new: values[key] for new, key in loaded.items()}, strict=False)
     except Exception as error:  # a user's module may raise anything
         roll_back()
         raise CheckpointError(f"{path} cannot be loaded, the model is as it was: {error}") from error
@@ -128,25 +148,76 @@ def save_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the parameters and buffers of a model to a safetensors file, which :func:`load_weights` reads.
 
     Other programs can read it, too (``safetensors.torch.load_file``). Tied parameters are written under each of their
-    names. The file is replaced atomically: readers see the old or the new file. Only one tower calls it.
+    names. The file is replaced atomically: readers see the old or the new file.
+
+    Only one tower calls it. If the model is sharded (``strategy.shard``), all towers call it, and tower 0 writes. It
+    gathers one tensor at a time, so no tower holds the whole model.
+
+    Raises:
+        CheckpointError: on all towers: tower 0 cannot write a sharded model.
+        OSError: this tower cannot write any other model.
     """
     path = pathlib.Path(path)
     state = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
+    if any(hasattr(value, "to_local") for value in state.values()):
+        _save_sharded(module, state, path, beside)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}, beside)
     os.replace(beside, path)
 
 
-def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
+def _save_sharded(module: nn.Module, state: dict[str, Tensor], path: pathlib.Path, beside: pathlib.Path) -> None:
+    from mirrored.fully_sharded import communicator_of  # it is slow to import
+
+    comm = communicator_of(module)
+    announce(comm, "saves the weights of a sharded model")
+    pieces, problem = FileLayout(state, {"format": "pt"}).pieces(), ""
+    if comm.index == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(beside, "wb") as file:
+                file.writelines(pieces)
+            os.replace(beside, path)
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror}"
+    collections.deque(pieces, maxlen=0)  # the collectives that gather the tensors
+    raise_first(comm, "has saved the weights of a sharded model", problem)
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path, name: str) -> Iterator[_Read]:
+    """Opens a file of tensors, or the model of this name in a checkpoint."""
     if path.is_file():
         try:
             file = TensorFile(str(path), {})
-            return {key: file.read(key) for key in file.names}
         except Malformed as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        with contextlib.closing(file):
+            yield lambda places: _tensors_of(path, file, places)
+        return
     with contextlib.closing(StoredCheckpoint(path)) as stored:
-        state = stored.state(name)
+        yield lambda places: _model_of(path, stored, name, places)
+
+
+def _tensors_of(path: pathlib.Path, file: TensorFile, places: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    try:
+        if places is None:
+            return {key: file.describe(key) for key in file.names}
+        if places:
+            from mirrored.checkpoint.shards import part_of  # it is slow to import
+        return {key: part_of(file.read(key), places[key]) if key in places else file.read(key) for key in file.names}
+    except Malformed as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _model_of(
+    path: pathlib.Path, stored: StoredCheckpoint, name: str, places: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    encoder = Encoder()
+    encoder.encode(places and dict(places), name)
+    state = stored.state(name, data=places is not None, places=encoder.sharded)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {name} is not a model")
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

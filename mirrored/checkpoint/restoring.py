@@ -220,7 +220,8 @@ def _load(
         for item in tracked:
             rollbacks.append((item.name, item.rollback()))
         for item in tracked:
-            item.load(stored.state(item.name, tower))
+            places = item.places(stored.state(item.name, tower, data=False))
+            item.load(stored.state(item.name, tower, places=places))
     except Exception as error:  # methods of custom objects may raise any exception
         return f"{item.name} cannot load its state: {type(error).__name__}: {error}"
     return ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -34,10 +35,17 @@ from mirrored.checkpoint.tensors import FileLayout, bytes_on_host, restore_layou
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce, announce_with_body
+from towers.collectives.process_group import group_of_thread
 from towers.system.timeouts import clock
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from mirrored.checkpoint.shards import Shards
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may not have ended yet
+_ALIGNED = 64  # bytes
 _NICE = 15  # the writing thread uses the CPU time that training does not need
 
 
@@ -47,27 +55,34 @@ class Saver:
     Args:
         folder: only one process at a time may write there.
         labels: additional fields of the manifests.
+        takes_shards: whether sharded tensors can be saved.
 
     Raises:
         CheckpointError: on all towers: the folder is not writable, or another run writes there.
     """
 
     def __init__(
-        self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], labels: Mapping[str, str] | None = None
+        self,
+        strategy: Strategy,
+        folder: Folder,
+        tracked: Sequence[Tracked],
+        labels: Mapping[str, str] | None = None,
+        *,
+        takes_shards: bool = True,
     ) -> None:
         self._strategy = strategy
         self._comm = strategy.communicator
         self._folder = folder
         self._tracked = tracked
         self._labels = labels or {}
-        self._writer: Writer | None = None
+        self._takes_shards = takes_shards
         self._in_flight = ""
-        problem = ""
+        self._group: Any = None
+        lock, problem = None, ""
         if folder.elect_writer(self._comm) == self._comm.index:
             path = folder.path / _LOCK
             try:
                 lock, is_new = take_lock(path, _LOCK_SECONDS)
-                self._writer = Writer(folder, lock, strategy.health.saving)
                 if is_new:  # otherwise, these may be unfinished files of another manager in this process
                     folder.clean()
             except BlockingIOError:
@@ -75,20 +90,21 @@ class Saver:
             except OSError as error:
                 problem = f"{path} cannot be opened: {error.strerror}"
         raise_first(self._comm, "opens a folder of checkpoints", problem)
+        self._writer = Writer(folder, lock, strategy.health.saving)
 
     @property
     def writes(self) -> bool:
-        """Whether this tower writes."""
-        return self._writer is not None
+        """Whether this tower writes the state that is not sharded, and the manifest."""
+        return self._writer.writes
 
     def training(self) -> AbstractContextManager[None]:
         """Within it, no other manager of this process may save into the folder."""
-        return contextlib.nullcontext() if self._writer is None else self._writer.training()
+        return self._writer.training()
 
     @property
     def written_seconds(self) -> float:
-        """The seconds that this tower needed to write the newest checkpoint; 0 if another tower writes."""
-        return self._writer.seconds if self._writer is not None else 0.0
+        """The seconds that this tower needed to write the newest checkpoint; 0 if only another tower has written."""
+        return self._writer.seconds
 
     def save(self, name: str, step: int, *, wait: bool) -> None:
         """Waits for a checkpoint that is still being written, then saves all tracked objects under ``name``.
@@ -97,12 +113,16 @@ class Saver:
             CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: see ``CheckpointManager.save``.
         """
         self.wait()
-        objects, own, tensors = self._capture(step)
+        objects, own, tensors, sharded = self._capture(step)
         # Each writer writes its own copy of the mirrored state. Without mirror checks, all copies are assumed to be
         # equal.
         self._strategy.engine.check_before("saves a checkpoint of the state that all towers share")
-        if self._writer is not None:
-            self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
+        shards = self._shards(sharded) if sharded else None
+        if self.writes or shards is not None:
+            self._writer.prepare(name, self._manifest(step, objects, own), tensors, shards, asynchronous=not wait)
+            if shards is not None:  # no tower starts to write if another one cannot
+                self._raise_first(f"starts to write checkpoint {name}", name)
+            self._writer.start()
         self._in_flight = name
         if wait:
             self.wait()
@@ -116,20 +136,46 @@ class Saver:
         name, self._in_flight = self._in_flight, ""
         if not name:
             return
-        problem = self._writer.finish() if self._writer is not None else ""
+        self._raise_first(f"waits for checkpoint {name}", name)
+
+    def _raise_first(self, call: str, name: str) -> None:
+        problem = self._writer.finish()
         if problem:
             path = self._folder.path / name
             problem = f"checkpoint {path} could not be written ({problem}); earlier ones are as they were"
-        raise_first(self._comm, f"waits for checkpoint {name}", problem)
+        raise_first(self._comm, call, problem)
 
-    def _capture(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Tensor]]:
+    def _shards(self, sharded: Mapping[str, DTensor]) -> Shards:
+        """Returns the parts that this tower writes. All towers must call it.
+
+        Raises:
+            CheckpointError: on all towers: they do not share the folder; or this cannot save sharded tensors.
+        """
+        if not self._takes_shards:
+            raise CheckpointError(
+                "sharded tensors are saved on the disk only: shard the model before this manager is made"
+            )
+        from mirrored.checkpoint.shards import Shards  # it is slow to import
+
+        writers = announce(self._comm, "saves sharded tensors", self.writes)
+        if sum(writers) > 1:
+            other = next(tower for tower in range(1, self._comm.size) if writers[tower])
+            raise CheckpointError(
+                f"{self._folder.path} of tower {other} is another folder than that of tower 0: towers that shard a "
+                "model write one checkpoint together, so give them a folder that all hosts share"
+            )
+        if self._group is None:
+            self._group = group_of_thread(self)
+        return Shards(sharded, self._group, self._folder.disk.write_file)
+
+    def _capture(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Tensor], dict[str, DTensor]]:
         """Gathers the state of all towers on the towers that write. All towers must call it.
 
         See [Note: what differs between towers].
 
         Returns:
             On towers that write: tower 0's encoded objects by name; for every tower, its objects that differ from tower
-                0's; and the tensors by name, as views of the live ones.
+                0's; and the tensors by name, as views of the live ones. On all towers: the sharded tensors by name.
 
         Raises:
             TypeError: on all towers: a value on one of them cannot be saved.
@@ -165,7 +211,8 @@ class Saver:
                     f"tower {tower} saves step {other['step']}, tower 0 step {first['step']}: every tower must call "
                     "checkpoints.step() after each of its steps"
                 )
-        return objects, self._gather_differences(objects, encoder.tensors, towers), encoder.tensors
+        own = self._gather_differences(objects, encoder.tensors, towers)
+        return objects, own, encoder.tensors, encoder.sharded
 
     def _gather_differences(
         self, objects: dict[str, Any], tensors: dict[str, Tensor], checksums: Sequence[dict[str, Any]]
@@ -208,11 +255,12 @@ class Saver:
 
 
 class Writer:
-    """Writes checkpoints into a folder, one at a time.
+    """Writes checkpoints into a folder, one at a time, or only this tower's parts of sharded tensors.
 
     Args:
         folder: the folder.
-        lock: the folder's lock, held until this object is collected or the process ends.
+        lock: the folder's lock, held until this object is collected or the process ends. None: another tower has it,
+            and writes all that is not sharded.
         saving: creates a context that is entered while a checkpoint is written.
 
     Attributes:
@@ -220,45 +268,80 @@ class Writer:
         is_training: whether it is inside :meth:`training`.
     """
 
-    def __init__(self, folder: Folder, lock: FolderLock, saving: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, folder: Folder, lock: FolderLock | None, saving: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._folder = folder
         self._lock = lock
         self._saving = saving
+        self._work: Callable[[], None] | None = None
+        self._asynchronous = False
         self._thread: threading.Thread | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
         self.seconds = 0.0
         self.is_training = False
 
-    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, asynchronous: bool) -> None:
-        """Starts to write a checkpoint. :meth:`finish` must be called before the next one, and reports errors.
+    @property
+    def writes(self) -> bool:
+        """Whether it writes all that is not sharded."""
+        return self._lock is not None
+
+    def prepare(
+        self,
+        name: str,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        shards: Shards | None,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        """Prepares to write a checkpoint: :meth:`start` starts it, and :meth:`finish` reports errors of all three.
 
         Args:
-            asynchronous: whether to return when the tensors are copied, and write in a thread; otherwise, it returns
-                when all is written.
+            asynchronous: whether to copy the tensors now, and write in a thread.
         """
+        self._asynchronous = asynchronous
         try:
-            self._take_turn()
-            layout = FileLayout(tensors)
+            layout = FileLayout(tensors if self.writes else {})
+            parts = FileLayout({} if shards is None else shards.parts)
+            memory = None
+            if self.writes:
+                self._take_turn()
+            if asynchronous:
+                start = -layout.nbytes % _ALIGNED + layout.nbytes
+                if self._memory.numel() < start + parts.nbytes:
+                    self._memory = torch.empty(start + parts.nbytes, dtype=torch.uint8, device="cpu")
+                memory = self._memory[: layout.nbytes]
+                layout.copy_to(memory)
+                copies = parts.copy_to(self._memory[start : start + parts.nbytes])
+                if shards is not None:
+                    shards.parts = {n: copies[n].view(t.dtype).view(t.shape) for n, t in shards.parts.items()}
             complete = {**manifest, "tensors": layout.unusual}
-            if not asynchronous:
-                self._write(name, complete, layout.pieces())
-                return
-            if self._memory.numel() < layout.nbytes:
-                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
-            layout.copy_to(self._memory)
-            arguments = (name, complete, layout.pieces(self._memory))
-            # Not a daemon thread: a program that ends meanwhile still completes its last checkpoint.
-            thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
-            thread.start()
-            self._thread = thread
-        except (ValueError, RuntimeError, MemoryError) as error:  # not enough memory for the copy, or no thread
+            self._work = functools.partial(self._write, name, complete, layout.pieces(memory), shards)
+        except (ValueError, RuntimeError, MemoryError) as error:  # not enough memory for the copy
             self._error = error
+
+    def start(self) -> None:
+        """Starts to write what was prepared. It returns when all is written, or at once if ``asynchronous``."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        if not self._asynchronous:
+            work()
+            return
+        # Not a daemon thread: a program that ends meanwhile still completes its last checkpoint.
+        self._thread = threading.Thread(target=_in_background, args=(work,), name="mirrored-checkpoint")
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many threads
+            self._thread, self._error = None, error
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Within it, no other writer of this process may write into the folder."""
-        self._lock.writers.append(weakref.ref(self))
+        if self._lock is not None:
+            self._lock.writers.append(weakref.ref(self))
         self.is_training = True
         try:
             yield
@@ -274,6 +357,7 @@ class Writer:
         Raises:
             CheckpointError: another one trains, or has had the turn since.
         """
+        assert self._lock is not None
         writers = [writer for reference in self._lock.writers if (writer := reference()) is not None]
         if writers and writers[-1] is self:
             return
@@ -286,18 +370,17 @@ class Writer:
             writer.join()
         self._lock.writers = [weakref.ref(writer) for writer in (*writers, self)]
 
-    def _write_in_thread(self, *arguments: Any) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # on Linux, this is the priority of this thread only
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        self._write(*arguments)
-
-    def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
+    def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview], shards: Shards | None) -> None:
         started = clock.monotonic()
         try:
             with self._saving():
-                self._folder.write(name, manifest, pieces)
+                if self.writes:
+                    self._folder.write(name, manifest, pieces, shards)
+                elif shards is not None:
+                    shards.write(self._folder.path, coordinates=False)
         except Exception as error:
-            self._error = error
+            if shards is None or not shards.failed_elsewhere:
+                self._error = error
         self.seconds = clock.monotonic() - started
 
     def join(self) -> None:
@@ -315,6 +398,12 @@ class Writer:
         if isinstance(error, CheckpointError):
             return str(error)
         return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # on Linux, this is the priority of this thread only
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    work()
 
 
 def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> list[set[str]]:

@@ -8,6 +8,7 @@ contains their dtypes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,17 @@ _DTYPES = {name: dtype for dtype, name in _FORMAT.items()}
 
 _LONGEST_HEADER = 10**8  # bytes that safetensors can read
 _PIECE = 2**23  # bytes that are written and hashed at a time
+_SHARDS = re.compile(r"shards-[0-9]{5}\.safetensors")
+
+
+def shard_file(tower: int) -> str:
+    """Returns the name of the file with a tower's parts of sharded tensors."""
+    return f"shards-{tower:05d}.safetensors"
+
+
+def is_shard_file(name: str) -> bool:
+    """Returns whether a name is one of :func:`shard_file`."""
+    return _SHARDS.fullmatch(name) is not None
 
 
 class FileLayout:
@@ -43,6 +55,7 @@ class FileLayout:
 
     Args:
         tensors: by name; of any dtype and strides.
+        metadata: texts for the header, by name.
 
     Raises:
         ValueError: the names of the tensors exceed the largest header.
@@ -53,11 +66,11 @@ class FileLayout:
         unusual: for the manifest, by name: dtype, shape and strides that the file's header cannot express.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         # Large elements are first, so that all are aligned.
         self._tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
         self.unusual: dict[str, dict[str, Any]] = {}
-        entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
         end = 0
         for name, tensor in self._tensors.items():
             dtype, shape = _FORMAT.get(tensor.dtype), list(tensor.shape)
@@ -78,7 +91,7 @@ class FileLayout:
     def pieces(self, memory: Tensor | None = None) -> Iterator[memoryview]:
         """Yields the file's contents with the tensors' current values, or with the copy of them in ``memory``."""
         yield memoryview(self.header)
-        for data in map(as_bytes, self._tensors.values()) if memory is None else [memory[: self.nbytes]]:
+        for data in map(_bytes_of, self._tensors.values()) if memory is None else [memory[: self.nbytes]]:
             for piece in data.cpu().split(_PIECE):
                 yield memoryview(piece.numpy())
 
@@ -88,11 +101,15 @@ class FileLayout:
         self.copy_to(memory)
         return b"".join(self.pieces(memory))
 
-    def copy_to(self, memory: Tensor) -> None:
-        """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long."""
-        end, from_devices = 0, CopyFromDevices(self.nbytes)
-        for tensor in self._tensors.values():
-            target = memory[end : end + tensor.nbytes]
+    def copy_to(self, memory: Tensor) -> dict[str, Tensor]:
+        """Copies all tensors into ``memory``, a flat tensor of bytes on the CPU, :attr:`nbytes` long.
+
+        Returns:
+            The bytes of each copy by name.
+        """
+        end, from_devices, copies = 0, CopyFromDevices(self.nbytes), {}
+        for name, tensor in self._tensors.items():
+            target = copies[name] = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
             if tensor.device.type != "cpu":
                 from_devices.add(as_bytes(tensor), target)
@@ -101,6 +118,12 @@ class FileLayout:
             else:
                 target.copy_(as_bytes(tensor))
         from_devices.finish()
+        return copies
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor, on all towers
+    return as_bytes(whole)
 
 
 def bytes_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
+from mirrored.checkpoint.codec import Encoder
 from mirrored.variables import variables_in
 from towers.system.torch_private import (
     inner_schedules,
@@ -22,6 +24,9 @@ from towers.system.torch_private import (
     set_state_versions,
     state_versions,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -84,6 +89,17 @@ class Tracked(ABC):
         """Returns whether a tensor of the object's state is known to be equal on all towers."""
         return False
 
+    def places(self, state: Any) -> dict[str, DTensor]:
+        """Returns this run's sharded tensors by their names in a checkpoint, whose parts this tower has to read.
+
+        Args:
+            state: the state in the checkpoint, with "meta" tensors.
+        """
+        encoder = Encoder()
+        with contextlib.suppress(Exception):  # this run may only read, and a state_dict may raise any exception
+            encoder.encode(self.state(), self.name, skip_code=self.skip_code)
+        return encoder.sharded
+
 
 class TrackedModule(Tracked):
     """A model. Its parameters are mirrored, and its buffers may differ between towers."""
@@ -107,6 +123,12 @@ class TrackedModule(Tracked):
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
         return value.data_ptr() in self._mirrored
+
+    def places(self, state: Any) -> dict[str, DTensor]:
+        encoder = Encoder()
+        here = self._module.state_dict()
+        encoder.encode({key: value for key, value in here.items() if hasattr(value, "to_local")}, self.name)
+        return encoder.sharded
 
     def problem(self, state: Any) -> str | None:
         if not isinstance(state, Mapping):
@@ -134,7 +156,7 @@ class TrackedModule(Tracked):
     def rollback(self) -> Rollback:
         # Values are copied to the CPU, because GPUs may not have enough memory for a second model.
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
+        values = [(t, t.detach().to("cpu", copy=True)) for t in map(_own_part, tensors) if not is_lazy(t)]
         lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
         layers = [layer for layer in self._module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
         tables: list[tuple[Any, dict[str, Any]]] = []
@@ -177,6 +199,21 @@ class TrackedOptimizer(Tracked):
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
         return self._mirrored
+
+    def places(self, state: Any) -> dict[str, DTensor]:
+        # The optimizer may have no state yet.
+        sharded = {n: p for n, p in _numbered(self._optimizer.param_groups) if hasattr(p, "to_local")}
+        like_parameters = {
+            number: {
+                name: parameter
+                for name, value in state["state"].get(number, {}).items()
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+            }
+            for number, parameter in sharded.items()
+        }
+        encoder = Encoder()
+        encoder.encode({"state": like_parameters}, self.name)
+        return encoder.sharded
 
     def problem(self, state: Any) -> str | None:
         groups = self._optimizer.param_groups
@@ -412,6 +449,12 @@ def _schedule_problem(schedule: Any, state: Any) -> str | None:
     if not isinstance(saved, list) or len(saved) != len(inner):
         return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
     return next(filter(None, map(_schedule_problem, inner, saved)), None)
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a sharded tensor that this tower has, and any other tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _shape(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import sys
 import weakref
@@ -110,6 +111,8 @@ class Engine:
         repeated_calls: compares calls that steps repeat, if hosts need not wait for each other; otherwise None.
         is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
+        meshes: the meshes of sharded models, and a communicator for each (:mod:`mirrored.fully_sharded`).
+        timeout: the deadline of a collective.
     """
 
     def __init__(
@@ -131,6 +134,8 @@ class Engine:
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
         self.one_tower_reads_state = False
+        self.meshes: dict[bool, tuple[Any, Any]] = {}
+        self.timeout = datetime.timedelta(seconds=communication.timeout_seconds)
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         self.local: LocalTraining | None = None
         channel = comm.channel() if self._several and way is None else comm

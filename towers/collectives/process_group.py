@@ -159,6 +159,36 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))
 
+    def gather_parts(self, whole: Tensor, part: Tensor, phase: str, *, async_op: bool) -> Any:
+        """Gathers all towers' parts of a flat tensor, for a library.
+
+        Args:
+            phase: the phase in which a host waits.
+            async_op: whether to return c10d's work, instead of waiting for it.
+        """
+        return self._for_library(whole, functools.partial(_all_gather_single, whole, part), phase, async_op)
+
+    def reduce_parts(self, part: Tensor, whole: Tensor, op: Any, phase: str, *, async_op: bool) -> Any:
+        """Reduces each tower's part of a flat tensor over all towers, for a library; see :meth:`gather_parts`."""
+        if self.backend == "gloo" and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and not async_op:
+            # Gloo's own would reduce all parts on all towers, and a wait for it has no deadline.
+            parts = torch.empty_like(whole)
+            self._for_library(whole, functools.partial(dist.all_to_all_single, parts, whole), phase, async_op)
+            torch.sum(parts.view(self.size, -1), 0, out=part.view(-1))
+            if op == dist.ReduceOp.AVG:
+                part /= self.size
+            return None
+        return self._for_library(whole, functools.partial(_reduce_scatter_single, part, whole, op), phase, async_op)
+
+    def _for_library(self, tensor: Tensor, collective: Callable[..., Any], phase: str, async_op: bool) -> Any:
+        if not async_op and tensor.device.type == "cpu":
+            with self.health.during(phase):
+                self._do(tensor, collective)
+            return None
+        group = self._begin()
+        with self.explained():
+            return collective(group=group, async_op=async_op)
+
     def _begin(self) -> Any:
         """Counts one more collective of this tower, and returns c10d's group."""
         self.check_in_step()
@@ -347,6 +377,36 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None, 
         dist.destroy_process_group(_unused.pop())
     with _forming(backend):
         return dist.new_group(ranks, timeout=timeout, backend=backends(backend), use_local_synchronization=alone)
+
+
+def communicator_over(group: Any, like: Communicator, timeout: timedelta) -> ProcessGroupCommunicator:
+    """Returns a communicator over a group that a library has made. All towers make the same calls in the same order.
+
+    Args:
+        group: of some towers, among them this one.
+        like: a communicator of all towers.
+    """
+    backend = "gloo" if like.device.type == "cpu" else dist.get_backend(group)
+    communicator = ProcessGroupCommunicator(group, like.device, backend, timeout)
+    communicator.health = like.health
+    communicator.name, communicator.towers = like.next_name(), dist.get_process_group_ranks(group)
+    communicator.health.watch(communicator)
+    communicator.barrier()  # see [Note: a group exists when all towers have it]
+    return communicator
+
+
+def group_of_thread(owner: object) -> Any:
+    """Returns a c10d group of all ranks' CPUs, for the collectives of one other thread. All ranks must call it.
+
+    Its collectives wait for a day, because they may wait for disks. A peer that has ended makes them fail.
+
+    Args:
+        owner: the group is no longer needed when this object is collected.
+    """
+    group = new_group("gloo", timedelta(days=1))
+    weakref.finalize(owner, _unused.append, group).atexit = False
+    dist.barrier(group)  # see [Note: a group exists when all towers have it]
+    return group
 
 
 @contextlib.contextmanager
