@@ -6,6 +6,7 @@ is shown by a monitor.
 
     python examples/gpt.py                           every GPU of the machine, else one CPU tower
     python examples/gpt.py --devices cpu:0,cpu:1     two CPU towers
+    … --shard                                        each tower holds a part of every layer
 
 It writes learning curves, and a function that the model has made up, to --output. It can be ended at any time, and the
 same command resumes from its newest checkpoint there.
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="of all towers together")
     parser.add_argument("--files", type=int, default=60, help="how many source files are read; every tenth is a test")
+    parser.add_argument("--shard", action="store_true", help="shard the model over the towers")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/gpt"))
     arguments = parser.parse_args()
     strategy = mirrored.MirroredStrategy(arguments.devices, seed=0)
@@ -94,7 +96,9 @@ def main() -> None:
 
     with strategy.scope():
         model = GPT()
-        optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    if arguments.shard:
+        strategy.shard(model, units=[nn.TransformerEncoderLayer])
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)  # after shard(), which replaces the parameters
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=arguments.epochs * len(train))
 
     def train_step(texts: Tensor) -> Tensor:
@@ -134,8 +138,9 @@ def main() -> None:
                 history.append((monitor.steps, evaluate()))
 
     model.eval()
+    text = write_function(model, strategy.device)  # on all towers, because they hold a sharded model together
     if strategy.is_chief:
-        save_picture(arguments.output / "gpt.png", history, write_function(model, strategy.device))
+        save_picture(arguments.output / "gpt.png", history, text)
     strategy.print(f"{history[-1][1]:.3f} bits for each byte of {len(test_set)} held-out functions")
 
 

@@ -65,6 +65,8 @@ class ActiveEngine(Protocol):
 
     def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
+    def is_sharded(self, parameter: torch.Tensor) -> bool: ...
+
 
 class ActiveStrategy(Protocol):
     """The part of a strategy, always a :class:`mirrored.Strategy`, that the layers below strategies use."""

@@ -249,8 +249,34 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         checkpoint[_RANDOM_STATES] = self.towers.communicator.all_gather_json(state)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._whole(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self._whole(super().optimizer_state(optimizer))
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state in which tower 0 has sharded tensors as a whole, on the CPU. All towers must call it."""
+
+        def gathered(leaf: Any) -> Any:
+            if not hasattr(leaf, "full_tensor"):
+                return leaf
+            whole = leaf.full_tensor()
+            return whole.cpu() if self.is_global_zero else torch.empty(0)
+
+        is_sharded = any(hasattr(leaf, "full_tensor") for leaf in trees.leaves(state))
+        return trees.map_leaves(gathered, state) if is_sharded else state
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        places = self.lightning_module.state_dict()
+        state = {name: _like(value, places.get(name)) for name, value in checkpoint["state_dict"].items()}
+        super().load_model_state_dict({"state_dict": state}, strict=strict)
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        states = [
+            _divided(state, one) for state, one in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         states = checkpoint.get(_RANDOM_STATES, [])
         if len(states) == self.world_size:
             self.towers.streams.load_state_dict(states[self.global_rank])
@@ -333,6 +359,25 @@ def _logging_nothing(module: Any) -> Iterator[None]:
         yield
     finally:
         del module.log
+
+
+def _like(value: Any, place: Any) -> Any:
+    """Returns a tensor in the layout of ``place``, if that is a sharded tensor of the same shape."""
+    if not hasattr(place, "full_tensor") or not isinstance(value, Tensor) or value.shape != place.shape:
+        return value
+    from mirrored.checkpoint.shards import part_of  # it is slow to import
+
+    return part_of(value, place)
+
+
+def _divided(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Returns an optimizer's state in the layout of its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries = {
+        number: {name: _like(value, parameters[number]) for name, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 class _Epochs:

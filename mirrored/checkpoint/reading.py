@@ -246,12 +246,14 @@ def inspect(path: str | os.PathLike[str]) -> str:
 
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     manifest = stored.manifest
-    file = manifest["files"][TENSORS]
+    files = manifest["files"]
+    checksums = "" if len(files) > 1 else f"SHA-256 {printable(files[TENSORS]['sha256'], 64)}, "
+    shards = f" in {len(files)} files" if len(files) > 1 else ""
     virtual = f" ({manifest['virtual_towers']} virtual)" if manifest["virtual_towers"] else ""
     versions = listed(f"{name} {version}" for name, version in manifest["versions"].items())
     saved = f"step {manifest['step']}, saved {printable(manifest['saved'], 40)} by {manifest['towers']} towers{virtual}"
     yield f"{printable(str(stored.path))}: {saved}"
-    yield f"{file['bytes']:,} bytes of tensors, SHA-256 {printable(file['sha256'], 64)}, whole; {versions}"
+    yield f"{sum(file['bytes'] for file in files.values()):,} bytes of tensors{shards}, {checksums}whole; {versions}"
     yield ""
     yield f"{'name':<44} {'dtype':<10} {'shape':<18} {'bytes':>12}"
     rows = _rows((name, stored.state(name, data=False)) for name in manifest["objects"])

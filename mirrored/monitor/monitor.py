@@ -100,7 +100,8 @@ class Optimizers:
         if self._measures is not None and self._measures():
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            self._squares.append(get_total_norm([g.detach() for g in dense]).square())
+            norm = get_total_norm([g.detach() for g in dense])
+            self._squares.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).square())
         if self._alone:
             self._enter(OPTIMIZER)
 
@@ -385,4 +386,6 @@ def _check(strategy: Any, loss: str, **positive: Any) -> None:
 def _is_trained(strategy: ActiveStrategy, optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer belongs to a strategy's training and is not another optimizer's inner optimizer."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    return first is not None and strategy.is_mirrored(first) and not strategy.engine.is_inner_optimizer(optimizer)
+    if first is None or strategy.engine.is_inner_optimizer(optimizer):
+        return False
+    return strategy.is_mirrored(first) or strategy.engine.is_sharded(first)

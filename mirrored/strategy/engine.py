@@ -317,6 +317,10 @@ class Engine:
         self.recorder.forget(module)
         self.events.recorded()
 
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Returns whether ``strategy.shard`` has made this parameter."""
+        return self.recorder.is_sharded(parameter)
+
     def add_sharded(self, module: nn.Module, originals: Mapping[str, Tensor]) -> None:
         """Adds a module whose parameters others shard and reduce. On one tower, it is an ordinary one.
 

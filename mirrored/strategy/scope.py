@@ -52,7 +52,8 @@ class Recorder:
         self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scopes: list[Callable[[nn.Module], None] | None] = []
         self._hooks: list[Any] = []
-        self._sharded: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        # Ids, because torch cannot convert sharded parameters (``module.to()``) that have weak references.
+        self._sharded: set[int] = set()
         self._sharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.accumulated: set[int] = set()  # ids of sharded parameters that may have gradients that are not reduced
         self._replaced: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -90,7 +91,7 @@ class Recorder:
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
         self._remember(module)
-        if parameter is not None and not self.is_mirrored(parameter):
+        if parameter is not None and not self.is_mirrored(parameter) and not self.is_sharded(parameter):
             self._parameters[id(parameter)] = parameter
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
@@ -132,7 +133,9 @@ class Recorder:
         self._class_names[type(module).__name__] += 1
         self._roots.append((name, weakref.ref(module)))
         self._sharded_models.add(module)
-        self._sharded.update((id(parameter), parameter) for parameter in module.parameters())
+        sharded = {id(parameter) for parameter in module.parameters()}
+        self._sharded |= sharded
+        weakref.finalize(module, self._sharded.difference_update, sharded).atexit = False
         self.note_replaced(originals, module)
 
     def note_replaced(self, originals: Mapping[str, torch.Tensor], module: nn.Module) -> None:
@@ -142,7 +145,7 @@ class Recorder:
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Returns whether a tower holds only a part of ``parameter``."""
-        return self._sharded.get(id(parameter)) is parameter
+        return id(parameter) in self._sharded and hasattr(parameter, "to_local")
 
     def was_replaced(self, parameter: torch.Tensor) -> bool:
         """Returns whether sharding has replaced ``parameter`` by another one."""

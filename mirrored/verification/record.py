@@ -408,7 +408,8 @@ class TraceRecorder(StepLimit):
         if (strategy := strategy_with_towers()) is not None:
             accumulated = strategy.engine.averager.unsynced()
             for name, p in named:
-                if p.grad is not None and not strategy.is_mirrored(p):
+                is_known = strategy.is_mirrored(p) or strategy.engine.is_sharded(p)
+                if p.grad is not None and not is_known:
                     foreign.append(name)
                 elif id(p) in accumulated:
                     unsynced.append(name)

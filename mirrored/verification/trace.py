@@ -85,21 +85,24 @@ def has_values(tensor: Tensor) -> bool:
 
 def memory_of(tensor: Tensor) -> int | None:
     """Returns the address of the memory that a tensor and its views share; None for tensors without dense memory."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and has_values(tensor) else None
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded tensor has a part here
+    return own.untyped_storage().data_ptr() if own.layout == torch.strided and has_values(own) else None
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Returns a digest of a tensor's bits. The tensor can be dense or sparse, of any dtype, on any device."""
+    """Returns a digest of a tensor's bits. The tensor can be dense, sparse or sharded, of any dtype, on any device."""
     return hashlib.blake2b(as_bytes(_on_host(tensor)).numpy().data, digest_size=16).hexdigest()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # it is sharded, and all towers record it
+        tensor = tensor.full_tensor()
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu().contiguous()
 
 
 def sketch(tensor: Tensor) -> Sketch:
-    """Returns the sketch of a dense or sparse tensor of any dtype on any device."""
+    """Returns the sketch of a dense, sparse or sharded tensor of any dtype on any device."""
     host = _on_host(tensor)
     flat = (torch.view_as_real(host) if host.is_complex() else host).reshape(-1)
     squares, projection = 0.0, 0.0

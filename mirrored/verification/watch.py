@@ -146,7 +146,7 @@ class Modules:
         for name, root in self.roots():
             if root is module:
                 return name
-        kind = type(module).__name__
+        kind = _kind_of(module)
         number = sum(root.split("[")[0] == kind for root, _ in self._roots)
         name = f"{kind}[{number}]" if number else kind
         self._roots.append((name, weakref.ref(module)))
@@ -164,7 +164,7 @@ class Modules:
             for path, candidate in root.named_modules():
                 if candidate is module:
                     return f"{name}.{path}" if path else name
-        return type(module).__name__ if module is not None else "a batch norm outside of modules"
+        return _kind_of(module) if module is not None else "a batch norm outside of modules"
 
     def name_parameters(self, parameters: Sequence[Tensor], optimizer: int) -> list[str]:
         """Returns the names of an optimizer's parameters: their paths, or otherwise their indices in the optimizer."""
@@ -473,3 +473,9 @@ def _writes(name: str, func: Any) -> bool:
     if name.startswith("__"):
         return name in _WRITING_OPERATORS or (name == "__set__" and func == Tensor.data.__set__)  # type: ignore[attr-defined]
     return name.endswith("_") and name not in _NO_WRITES
+
+
+def _kind_of(module: nn.Module) -> str:
+    """Returns the name of a module's class. torch puts that of a sharded module behind a class of its own."""
+    kind, *others = type(module).__mro__
+    return others[1].__name__ if others[0].__name__ == "FSDPModule" else kind.__name__

@@ -70,17 +70,6 @@ class Counts:
     memory_mb: float = 0.0
 
 
-def _fsdp(work: Work) -> Step:
-    from torch.distributed.fsdp import fully_shard
-
-    model = work.model()
-    blocks = [m for m in model.modules() if isinstance(m, (nn.TransformerEncoderLayer, models.ResidualBlock))]
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=False)
-    fully_shard(model, reshard_after_forward=False)
-    return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
-
-
 def _synchronised_ddp(work: Work) -> Step:
     model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(work.model()), gradient_as_bucket_view=True)
     return plain.step(model, model.parameters(), work.x, work.y, work.make_optimizer)
@@ -177,7 +166,7 @@ VARIANTS: dict[str, Callable[[Work], Step]] = {
     "ours": lambda work: work.ours(),
     "DDP": lambda work: work.ddp(),
     "sharded": lambda work: work.ours(steps.strategy("auto", shard_optimizer=True)),
-    "FSDP2": _fsdp,
+    "FSDP2": lambda work: work.fsdp(reshard_after_forward=False),
     "ZeRO": lambda work: work.ddp(lambda parameters: step_benchmark.zero(work.make_optimizer, parameters)),
     "ours-sync-bn": lambda work: work.ours(sync_batch_norm=True),
     "DDP-sync-bn": _synchronised_ddp,

@@ -1,4 +1,4 @@
-"""Memory of a CPU tower: ours, the sharded optimizer's, central storage's and DDP's, against a bare loop's.
+"""Memory of a CPU tower: ours, the sharded optimizer's, central storage's, DDP's and FSDP2's, against a bare loop's.
 
 The proportional set size of a process (what it shares counts in parts) after some steps, gradients included; the mean
 over the towers. "÷ gradients" is what comes on top of the bare loop, in sizes of all gradients.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import mirrored
 
-KINDS = ("bare", "ours", "sharded", "central", "DDP")
+KINDS = ("bare", "ours", "sharded", "central", "fully-sharded", "DDP", "FSDP2")
 
 _STEPS = 5
 
@@ -31,7 +31,8 @@ def _measure(kind: str, case: str, optimizer: str) -> tuple[float, float]:
     sharding = {"shard_optimizer": True} if kind == "sharded" else {}
     strategy = (mirrored.CentralStorageStrategy if kind == "central" else mirrored.MirroredStrategy)(**sharding)
     work = steps.Work(case, strategy, optimizer)
-    step = {"bare": work.bare, "DDP": work.ddp}.get(kind, work.ours)()
+    makers = {"bare": work.bare, "DDP": work.ddp, "FSDP2": work.fsdp, "fully-sharded": work.fully_sharded}
+    step = makers.get(kind, work.ours)()
     for _ in range(_STEPS):
         step()
     with torch.device("meta"):
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     what = f"{options.optimizer}; {options.towers} towers; MB per tower, medians of {options.turns} runs"
     print(f"torch {torch.version.__version__}; {what}")
-    head = "".join(f"{kind:>9}" for kind in KINDS) + "".join(f"{f'{kind} ÷ gradients':>21}" for kind in KINDS[1:])
+    head = "".join(f"{kind:>14}" for kind in KINDS) + "".join(f"{f'{kind} ÷ gradients':>21}" for kind in KINDS[1:])
     print(f"{'':<16}{'gradients':>10}{head}")
     for case in options.cases:
         sizes: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -68,6 +69,6 @@ def main(arguments: Sequence[str]) -> None:
                 sizes[kind].append(statistics.mean(size for size, _ in results))
         gradients = results[0][1]
         medians = {kind: statistics.median(sizes[kind]) for kind in KINDS}
-        cells = "".join(f"{size / 1e6:>9.1f}" for size in medians.values())
+        cells = "".join(f"{size / 1e6:>14.1f}" for size in medians.values())
         cells += "".join(f"{(medians[kind] - medians['bare']) / gradients:>21.2f}" for kind in KINDS[1:])
         print(f"{case:<16}{gradients / 1e6:>10.1f}{cells}", flush=True)

@@ -89,6 +89,12 @@ def make(case: str) -> nn.Module:
     return {"mlp": mlp, "resnet": ResNet18, "transformer": Transformer}[case.split("-")[0]]()
 
 
+def units(case: str) -> list[type[nn.Module]]:
+    """The classes of the layers that are sharded one at a time."""
+    kinds = {"resnet": ResidualBlock, "transformer": nn.TransformerEncoderLayer}
+    return [kinds.get(case.split("-")[0], nn.Linear)]
+
+
 def batch(case: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Random inputs and targets for ``size`` examples of a case."""
     g = torch.Generator().manual_seed(seed)

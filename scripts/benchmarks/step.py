@@ -2,7 +2,8 @@
 
 ``--variants`` names what is compared with DDP (on Gloo between CPU towers, on NCCL between GPUs) and with no
 communication at all: "ours"; "sharded", ours with ``shard_optimizer=True``; "central", its CentralStorageStrategy (both
-are compared with "sharded", too, where that is named); "ddp-shm", DDP on our own backend for
+are compared with "sharded", too, where that is named); "fully-sharded", ours with ``strategy.shard``, which is also
+compared with FSDP2 (torch's ``fully_shard`` alone, on the same backend as DDP); "ddp-shm", DDP on our own backend for
 torch.distributed (CPUs); "zero", DDP with its ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical
 CPUs (of mlp; left out where it is not installed: the extra of that name). ``--untouched`` adds a second DDP and a
 second bare loop, in processes of their own without mirrored, as a script has them that never heard of it (CPUs). All
@@ -42,6 +43,7 @@ LABELS = {
     "sharded": "sharded",
     "ddp-shm": "DDP on our backend",
     "zero": "ZeRO",
+    "fully-sharded": "fully sharded",
     "tensorflow": "TensorFlow",
 }
 """What can be compared with DDP."""
@@ -50,6 +52,7 @@ BASES = {
     "DDP": "DDP",
     "bound": "no communication",
     "sharded": "sharded",
+    "FSDP2": "FSDP2",
     "untouched DDP": "untouched DDP",
     "untouched bound": "untouched bare loop",
 }
@@ -84,6 +87,8 @@ def _two_towers(
         chosen["tensorflow"] = lambda: None  # the other towers wait
         if work.strategy.is_chief:
             chosen["tensorflow"] = tensorflow_step.program(count, work.batch, optimizer)
+    if "fully-sharded" in variants:
+        chosen |= {"fully-sharded": work.fully_sharded(), "FSDP2": work.fsdp()}
     chosen |= {"DDP": work.ddp(), "bound": work.bare()}
     if meeting is not None:
         for kind in untouched_step.KINDS:
@@ -130,7 +135,8 @@ def main(arguments: Sequence[str]) -> None:
                 how = (options.implementation, options.optimizer, compared, meeting)
                 times = mirrored.launch(_two_towers, (*timing, *how), devices=devices)[0]
             for variant in compared:
-                for base in filter(times.__contains__, set(BASES) - {variant}):
+                known = set(BASES) - {variant, *(["FSDP2"] if variant != "fully-sharded" else [])}
+                for base in filter(times.__contains__, known):
                     label = f"{LABELS[variant]} ÷ {BASES[base]}"
                     ratio = steps.print_row(f"{case}: {label}", times[variant], times[base])
                     bars.append(figure.Bar(case, label, ratio))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from beside import Program
 from plain import Forward, MakeOptimizer, Step
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -57,16 +58,25 @@ class Work:
         """A model without mirrored."""
         return self.make().to(self.strategy.device)
 
-    def scoped(self, strategy: mirrored.Strategy, **scope: Any) -> tuple[nn.Module, Optimizer]:
-        """A model of a strategy, and its optimizer."""
+    def scoped(
+        self, strategy: mirrored.Strategy, shards: Mapping[str, Any] | None = None, **scope: Any
+    ) -> tuple[nn.Module, Optimizer]:
+        """A model of a strategy, and its optimizer.
+
+        Args:
+            shards: the options of ``strategy.shard``, which shards the model. None: it is mirrored.
+        """
         with strategy.scope(**scope):
             model = self.make()
-            return model, self.make_optimizer(model.parameters())
+        if shards is not None:
+            strategy.shard(model, models.units(self.case), **shards)
+        return model, self.make_optimizer(model.parameters())
 
     def ours(
         self,
         strategy: mirrored.Strategy | None = None,
         forward_of: Callable[[nn.Module], Forward] = lambda model: model,
+        shards: Mapping[str, Any] | None = None,
         **scope: Any,
     ) -> Step:
         """A step as the README shows it.
@@ -74,10 +84,11 @@ class Work:
         Args:
             strategy: another one.
             forward_of: how a model is called.
+            shards: see :meth:`scoped`.
             scope: options of its scope.
         """
         strategy = strategy or self.strategy
-        model, optimizer = self.scoped(strategy, **scope)
+        model, optimizer = self.scoped(strategy, shards, **scope)
         forward, batch = forward_of(model), self.batch
 
         def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -94,6 +105,18 @@ class Work:
         """The same without mirrored, and without communication."""
         model = self.model()
         return plain.step(forward_of(model), model.parameters(), self.x, self.y, self.make_optimizer)
+
+    def fully_sharded(self, strategy: mirrored.Strategy | None = None) -> Step:
+        """Our step of a model that ``strategy.shard`` shards."""
+        return self.ours(strategy, shards={})
+
+    def fsdp(self, **options: Any) -> Step:
+        """The same with torch's ``fully_shard`` alone."""
+        model = self.model()
+        for layer in [layer for layer in model.modules() if isinstance(layer, tuple(models.units(self.case)))]:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        return plain.step(model, model.parameters(), self.x, self.y, self.make_optimizer)
 
     def ddp(self, make_optimizer: MakeOptimizer | None = None, **options: Any) -> Step:
         """The same with DDP."""

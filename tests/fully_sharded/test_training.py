@@ -356,3 +356,54 @@ def test_compiled_blocks_and_other_dtypes(way: str, tolerance: float) -> None:
     [expected] = towers(compiled, "", count=1)
     for found in towers(compiled, way):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=0.0)
+
+
+def _train_partly(shards: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """A model whose blocks are sharded, and whose embedding and head are mirrored."""
+    torch.set_default_dtype(torch.float64)
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = seeded(Tied)
+    if shards:
+        for block in model.blocks:
+            strategy.shard(block)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    for batch in strategy.distribute_dataset(data_for("tied"), BATCH, shuffle=True):
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        losses.append(strategy.reduce("sum", strategy.run(step, args=batch)))
+    strategy.check_mirrored()
+    return losses, [whole(p) for p in model.parameters()]
+
+
+def test_a_part_of_a_model_is_sharded_and_the_rest_mirrored() -> None:
+    (one,) = launch(_train_partly, False, count=1)
+    for found in launch(_train_partly, True, count=3):
+        for values, expected in zip(found, one, strict=True):
+            for value, other in zip(values, expected, strict=True):
+                torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-12)
+
+
+def _convert() -> list[torch.dtype]:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    strategy.shard(model, [nn.Linear])
+    model.to("cpu").double()
+
+    def step() -> None:
+        mirrored.compute_average_loss(model(torch.ones(2, 4).double())[:, 0], global_batch_size=4).backward()
+
+    strategy.run(step)
+    return [p.grad.dtype for p in model.parameters()]
+
+
+def test_a_sharded_model_is_converted() -> None:
+    assert launch(_convert) == [[torch.float64] * 4] * 2

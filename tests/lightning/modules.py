@@ -216,3 +216,28 @@ def logged(automatic: bool) -> dict[str, float]:
     trainer = L.Trainer(strategy=strategy, max_epochs=1, enable_progress_bar=False, logger=False, **plain)
     trainer.fit(model, data, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Sharded(Classifier):
+    """Its layers are sharded over the towers, if there are several."""
+
+    def configure_model(self) -> None:
+        self.trainer.strategy.towers.shard(self.layers, [nn.Linear])
+
+
+def sharded(folder: str, kind: type[Classifier]) -> dict[str, Any]:
+    """What fits leave that shard a model: a whole one, and one that goes on in the middle of an epoch."""
+    left: dict[str, Any] = {}
+    for name, options in (
+        ("whole", {"gradient_clip_val": 0.1}),
+        ("first part", {"max_steps": 4, "gradient_clip_val": 0.1}),
+        ("rest", {"ckpt_path": f"{folder}/last.ckpt", "gradient_clip_val": 0.1}),
+    ):
+        towers = mirrored.MultiWorkerMirroredStrategy(seed=0)
+        callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=4)] if name == "first part" else []
+        (weights, losses, metrics) = fitted(
+            towers, kind, **options, callbacks=callbacks, enable_checkpointing=bool(callbacks)
+        )
+        whole = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights]
+        left[name] = whole, losses, metrics
+    return left

@@ -165,3 +165,16 @@ def test_verify_names_the_argument_that_a_log_lacks(tmp_path: pathlib.Path) -> N
     report = mirrored.verify(script)
     assert report.causes == (Cause.PRINTED_VALUE,), report
     assert "give sync_dist=True to self.log" in str(report)
+
+
+def test_a_sharded_module_has_the_numbers_of_one_device(tmp_path: pathlib.Path) -> None:
+    """Also where it goes on from Lightning's checkpoint, which one device can read."""
+    from tests.lightning.modules import Classifier, Sharded, sharded
+
+    [one] = launch(sharded, str(tmp_path / "one"), Classifier, count=1)
+    for tower in launch(sharded, str(tmp_path / "three"), Sharded, count=3):
+        assert_same(tower["whole"], one["whole"])
+        assert_same(tower["rest"], one["rest"])
+    saved, expected = (torch.load(tmp_path / name / "last.ckpt") for name in ("three", "one"))
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(saved["state_dict"][name], value, rtol=0, atol=CLOSE)
