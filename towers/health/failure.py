@@ -60,6 +60,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NamedTuple, NoReturn, TextIO
 
+import torch
 from torch.distributed import DistError
 
 from towers.errors import PeerLostError, TowersError
@@ -77,6 +78,12 @@ _PEER_LOST = (
     "nccl error: remote process exited",
     "nccl communicator was aborted",
 )
+
+TOO_LARGE = (
+    "mirrored: if the model is too large for each tower, shard the optimizer (shard_optimizer=True) or the model "
+    "(strategy.shard): see docs/advanced/fully-sharded.md"
+)
+"""The note on errors that report too little memory."""
 
 _LAST_SECONDS = 1.5  # time for threads of a process that has failed
 _EXIT_SECONDS = 2.5  # the same, with exit handlers and the interpreter's end (with torch, a second of a core)
@@ -101,6 +108,12 @@ def is_peer_lost(error: BaseException) -> bool:
     text = _text_of(error).lower()
     of_c10d = isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport" in text)
     return of_c10d and any(phrase in text for phrase in _PEER_LOST)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether ``error`` reports that a device or the host has not enough memory."""
+    of_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in _text_of(error)
+    return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def signal_name(number: int) -> str:
@@ -138,6 +151,8 @@ class FailureReport:
             trace: a stack to print before an exception that was raised nowhere.
         """
         text = f"{type(error).__name__}: {_text_of(error)}"
+        if is_out_of_memory(error) and TOO_LARGE not in getattr(error, "__notes__", ()):
+            error.add_note(TOO_LARGE)
         try:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
         except Exception:  # foreign exceptions may raise anything here
