@@ -10,11 +10,13 @@ number of towers.
 
 [Note: the gradients of sharded parameters] torch reduces them in backward: the mean over the towers of losses that
 ``compute_average_loss`` has scaled for a mean. So the averager does not know these parameters. Their gradients exist
-only after that reduction, and need no guard. The mirror check leaves them out, because every tower has other values.
+only after that reduction, and need no guard. Every tower has other values, so the mirror check compares hosts that
+replicate them, and the number of steps.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +31,7 @@ from towers.collectives.communicator import Communicator
 from towers.collectives.process_group import ProcessGroupCommunicator, communicator_over
 from towers.errors import MirrorError
 from towers.health.status import AVERAGING
+from towers.mirroring import fingerprints
 from towers.system.tensors import Named
 from towers.system.torch_private import move_own, own_buffers, own_parameters
 
@@ -93,6 +96,28 @@ def communicator_of(model: nn.Module) -> Communicator:
     raise ValueError(f"this {type(model).__name__} was sharded, but not by strategy.shard")
 
 
+def _fingerprints_of_host(recorder: Any, towers: ProcessGroupCommunicator) -> list[tuple[str, Tensor]]:
+    """Returns a fingerprint of all parts on this host of each parameter whose parts are replicated between hosts.
+
+    Hosts with equal parameters have equal fingerprints. All towers call it together.
+
+    Args:
+        towers: those of this host.
+    """
+    named = [
+        (f"{name}.{path}", parameter)
+        for name, model in recorder.roots()
+        for path, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2
+    ]
+    if not named:
+        return []
+    parts = fingerprints([parameter.to_local().detach() for _, parameter in named])
+    parts *= 2 * towers.index + 1  # equal parts in another order differ
+    towers.all_reduce(parts)
+    return [(name, fingerprint) for (name, _), fingerprint in zip(named, parts, strict=True)]
+
+
 def _check(engine: Any, model: nn.Module) -> None:
     if (option := engine.hindrance_to_sharding) is not None:
         raise ValueError(f"strategy.shard cannot be combined with {option}: leave one of the two out")
@@ -143,6 +168,8 @@ def _meshes(strategy: Any, replicate_across_hosts: bool) -> tuple[DeviceMesh, Pr
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         over = communicator_over(mesh.get_group("shard"), strategy.communicator, strategy.engine.timeout)
         meshes[replicate_across_hosts] = mesh, over
+        if mesh.ndim == 2:
+            strategy.engine.replicated_parts = functools.partial(_fingerprints_of_host, strategy.engine.recorder, over)
     made: tuple[DeviceMesh, ProcessGroupCommunicator] = meshes[replicate_across_hosts]
     return made
 

@@ -95,6 +95,8 @@ class MirrorCheck:
         interval: runs between complete comparisons; None checks only on request.
         unmirrored: returns parameters of mirrored modules that are not mirrored, because a script added them later.
         buffers: returns buffers that a script may expect to be equal. A difference is a warning.
+        parts: returns, for parameters whose parts several hosts replicate, fingerprints of all parts on this host. All
+            towers call it together.
         with_state: whether optimizer state must be equal on all towers.
         apart: returns whether towers may have different parameters now. Then only settings are compared.
         barrier: is called before each check, with its purpose. It is necessary if towers that step alone wait outside
@@ -111,6 +113,7 @@ class MirrorCheck:
         unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         buffers: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        parts: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
         with_state: bool = True,
         apart: Callable[[], bool] = lambda: False,
         barrier: Callable[[str], None] | None = None,
@@ -118,6 +121,7 @@ class MirrorCheck:
         self._comm = comm
         self._unmirrored = unmirrored
         self._buffers = buffers
+        self._parts = parts
         self._barrier = barrier
         self._every = interval
         self._with_state = with_state
@@ -227,6 +231,8 @@ class MirrorCheck:
             held += [Held(name, _BUFFER, buffer.detach()) for name, buffer in self._buffers() if _has_bits(buffer)]
         if self._barrier is not None:
             self._barrier(f"reaches {call}")
+        if not self._apart():
+            held += [Held(name, _PARAMETER, fingerprint) for name, fingerprint in self._parts()]
         log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
         comparison = start_comparison(self._comm, call, held)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -14,7 +14,7 @@ import datetime
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -112,6 +112,7 @@ class Engine:
         is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
         meshes: the meshes of sharded models, and a communicator for each (:mod:`mirrored.fully_sharded`).
+        replicated_parts: returns fingerprints of this host's parts of sharded parameters, if hosts replicate them.
         timeout: the deadline of a collective.
     """
 
@@ -135,6 +136,7 @@ class Engine:
         self.recorder = Recorder()
         self.one_tower_reads_state = False
         self.meshes: dict[bool, tuple[Any, Any]] = {}
+        self.replicated_parts: Callable[[], Sequence[tuple[str, Tensor]]] = tuple
         self.timeout = datetime.timedelta(seconds=communication.timeout_seconds)
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         self.local: LocalTraining | None = None
@@ -214,6 +216,7 @@ class Engine:
             training.mirror_check_interval if local is None else None,  # synchronisations have their own checks
             recorder.unmirrored,
             buffers=recorder.computed_buffers,
+            parts=lambda: self.replicated_parts(),
             with_state=sharder is None and local is None,
             apart=local.apart if local is not None else lambda: False,
             barrier=sharder.barrier if sharder else None,

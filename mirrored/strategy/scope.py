@@ -31,6 +31,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from towers.errors import MirrorError
+from towers.system.messages import class_name
 from towers.system.tensors import Named
 from towers.system.torch_private import NormBase, own_buffers, own_parameters, unsaved_buffers
 
@@ -130,7 +131,7 @@ class Recorder:
             originals: the parameters before.
         """
         [(name, _)] = self._name_roots([module])
-        self._class_names[type(module).__name__] += 1
+        self._class_names[class_name(module)] += 1
         self._roots.append((name, weakref.ref(module)))
         self._sharded_models.add(module)
         sharded = {id(parameter) for parameter in module.parameters()}
@@ -242,7 +243,7 @@ class Recorder:
         for module in modules:
             if id(module) in children:
                 continue
-            name = type(module).__name__
+            name = class_name(module)
             number = numbers[name]
             numbers[name] += 1
             roots.append((f"{name}[{number}]" if number else name, module))

@@ -40,6 +40,7 @@ from mirrored.verification.trace import (
 )
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
+from towers.system.messages import class_name
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
@@ -146,7 +147,7 @@ class Modules:
         for name, root in self.roots():
             if root is module:
                 return name
-        kind = _kind_of(module)
+        kind = class_name(module)
         number = sum(root.split("[")[0] == kind for root, _ in self._roots)
         name = f"{kind}[{number}]" if number else kind
         self._roots.append((name, weakref.ref(module)))
@@ -164,7 +165,7 @@ class Modules:
             for path, candidate in root.named_modules():
                 if candidate is module:
                     return f"{name}.{path}" if path else name
-        return _kind_of(module) if module is not None else "a batch norm outside of modules"
+        return class_name(module) if module is not None else "a batch norm outside of modules"
 
     def name_parameters(self, parameters: Sequence[Tensor], optimizer: int) -> list[str]:
         """Returns the names of an optimizer's parameters: their paths, or otherwise their indices in the optimizer."""
@@ -473,9 +474,3 @@ def _writes(name: str, func: Any) -> bool:
     if name.startswith("__"):
         return name in _WRITING_OPERATORS or (name == "__set__" and func == Tensor.data.__set__)  # type: ignore[attr-defined]
     return name.endswith("_") and name not in _NO_WRITES
-
-
-def _kind_of(module: nn.Module) -> str:
-    """Returns the name of a module's class. torch puts that of a sharded module behind a class of its own."""
-    kind, *others = type(module).__mro__
-    return others[1].__name__ if others[0].__name__ == "FSDPModule" else kind.__name__

@@ -178,6 +178,7 @@ def test_a_tower_holds_its_part(count: int) -> None:
 
 
 HOSTS = """
+import sys
 import torch
 from torch import nn
 import mirrored
@@ -200,6 +201,13 @@ def step(x):
 for _ in range(2):
     for batch in strategy.distribute_dataset(x, 5):
         loss = strategy.reduce("sum", strategy.run(step, args=(batch,)))
+strategy.check_mirrored()
+if "fault" in sys.argv and strategy.topology.index == 3:
+    with torch.no_grad():
+        model[0].weight.to_local()[0, 0] += 1e-9
+    strategy.check_mirrored()
+elif "fault" in sys.argv:
+    strategy.check_mirrored()
 mesh = getattr(model[0].weight, "device_mesh", None)
 strategy.print(mesh and (mesh.mesh_dim_names, mesh.shape), float(loss))
 """
@@ -214,6 +222,9 @@ def test_hosts_replicate_the_shards(tmp_path: Any) -> None:
     text, _, loss = result.stdout.strip().rpartition(" ")
     assert text == "(('replicate', 'shard'), (2, 2))"
     assert float(loss) == pytest.approx(float(one.stdout.split()[-1]), rel=1e-12)
+    faulty = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script), "fault"])
+    assert "parameter Sequential.0.weight is no longer the same on all towers" in faulty.stderr
+    assert "towers 0 and 1 differ from towers 2 and 3" in faulty.stderr
 
 
 # -- what is refused -------------------------------------------------------------------------------------

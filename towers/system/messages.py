@@ -79,6 +79,12 @@ def name_towers(towers: Sequence[int]) -> str:
     return f"towers {', '.join(map(str, towers[:-1]))} and {towers[-1]}"
 
 
+def class_name(module: object) -> str:
+    """Returns the name of a module's class. torch gives a sharded module a class of its own, with another name."""
+    kind, *others = type(module).__mro__
+    return others[1].__name__ if others[0].__name__ == "FSDPModule" else kind.__name__
+
+
 def printable(text: object, longest: int = 4000) -> str:
     """Returns untrusted text as one line of at most ``longest`` characters, none of which moves a terminal's cursor."""
     if not isinstance(text, str):
