@@ -3,7 +3,8 @@
 [Note: recording follows modules] Registration hooks report every parameter that a module registers, but not parameters
 of copies by ``copy.deepcopy`` (``nn.TransformerEncoder`` copies its layer). The registration of a child module
 therefore records everything in it. Recording does not extend the lifetime of objects. The order of modules never
-depends on addresses.
+depends on addresses. Modules that the compiler makes are not recorded: one tower alone may compile again, for a share
+of another size.
 
 [Note: garbage in models] A dropped module that is part of a reference cycle exists until garbage is collected. Some
 towers collect earlier than others, so their models may seem to differ. In this case, all towers collect their garbage
@@ -72,9 +73,9 @@ class Recorder:
         self._scopes.append(adopt or (self._scopes[-1] if self._scopes else None))
         if len(self._scopes) == 1:
             self._hooks = [
-                register_module_parameter_registration_hook(self._on_parameter),
-                register_module_buffer_registration_hook(self._on_buffer),
-                register_module_module_registration_hook(self._on_child),
+                register_module_parameter_registration_hook(_unless_compiling(self._on_parameter)),
+                register_module_buffer_registration_hook(_unless_compiling(self._on_buffer)),
+                register_module_module_registration_hook(_unless_compiling(self._on_child)),
             ]
 
     @property
@@ -335,3 +336,11 @@ def in_first_forward(module: nn.Module, ready: Callable[[nn.Module], None]) -> N
         ready(module)
 
     handle = module.register_forward_pre_hook(hook)
+
+
+def _unless_compiling(hook: Callable[[nn.Module, str, Any], None]) -> Callable[[nn.Module, str, Any], None]:
+    def on_registration(module: nn.Module, name: str, value: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(module, name, value)
+
+    return on_registration

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
-from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded, trace_no_backward
+from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded, towers, trace_no_backward
 
 Step = Callable[[Tensor, Tensor], Tensor]
 RUNS, EXAMPLES = 4, 7
@@ -220,3 +220,31 @@ def test_gradients_of_a_compiled_model_are_averaged_while_its_backward_runs(how:
     for losses, early in mirrored.launch(average_early, (how,), devices=["cpu:0", "cpu:1"]):
         assert losses == pytest.approx(expected, abs=1e-6)
         assert early == [how != "not split"] * 2 + [False]
+
+
+def compile_alone(strategy: mirrored.Strategy) -> list[float]:
+    """Trains inside the scope; in the fourth step, one tower has another share and compiles again."""
+    with strategy.scope():
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def scaled(x: Tensor) -> Tensor:
+            return model(x * torch.tensor([1.0, 2.0, 3.0, 4.0]))  # a constant, which a graph has as a buffer
+
+        compiled = torch.compile(scaled, dynamic=False, backend="aot_eager")
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = mirrored.compute_average_loss(compiled(x).square()[:, 0], global_batch_size=8)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        sizes = [4, 4, 4, 3 if strategy.topology.index == 0 else 4, 4, 4]
+        return [float(strategy.reduce("sum", strategy.run(step, args=(torch.ones(size, 4),)))) for size in sizes]
+
+
+def test_a_tower_that_compiles_alone_is_in_step_with_the_others() -> None:
+    first, second = towers(compile_alone)
+    assert first == second
+    assert first[-1] < first[0]
