@@ -3,7 +3,7 @@
 Three ratios for each case, of epochs over the same arrays, taken in turns: on several CPU towers, ``fit`` over our own
 loop (``distribute_dataset``, ``run``) on the same layers written in torch; and at one tower, ``fit`` under a strategy
 over Keras' own ``fit`` of a model without one, in the same process and in a program that never imports mirrored. The
-two differ by where processes find their memory.
+two differ by where processes find their memory. At one tower, the calls of functions are counted, too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,27 @@ def _measure(case: str, turns: int, seconds: float) -> steps.Times:
     else:
         variants["keras"] = fit(keras_model(case), case)
         variants["program"] = Program(__file__, case, torch.get_num_threads())
-    return steps.alternate(variants, turns, seconds)
+    times = steps.alternate(variants, turns, seconds)
+    if not several:
+        times |= {f"calls of {name}": [_calls(variants[name])] for name in ("fit", "keras")}
+    return times
+
+
+def _calls(step: Step) -> float:
+    """The calls of functions, also of those in C, by Python in a batch. They are repeatable, as times are not."""
+    count = 0
+
+    def on_event(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return count / BATCHES
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -98,6 +118,8 @@ def main(arguments: Sequence[str]) -> None:
         times = mirrored.launch(_measure, timing, devices=["cpu:0"])[0]
         steps.print_row(f"{case}: fit ÷ Keras' own, one tower", times["fit"], times["keras"])
         steps.print_row(f"{case}: the same in another program", times["fit"], times["program"])
+        ([ours], [other]) = times["calls of fit"], times["calls of keras"]
+        print(f"{f'{case}: calls of Python in a batch':<44}{ours:>9.0f}{other:>9.0f}{ours / other:>9.3f}")
 
 
 def _serve() -> None:
