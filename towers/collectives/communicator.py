@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -45,8 +46,13 @@ FEW = 32
 class Shared(Protocol):
     """An object that several processes use together, and that a fork of one of them must not use."""
 
-    def disown(self, error: ForkedError) -> None:
-        """Makes every call raise ``error`` from now on, because this process is a fork."""
+    def disown(self, error: ForkedError, *, by_main_thread: bool) -> None:
+        """Makes every call raise ``error`` from now on, because this process is a fork.
+
+        Args:
+            by_main_thread: whether the main thread has forked. Otherwise, it may have been in the middle of a call of
+                C++, which has left tensors in any state.
+        """
 
 
 _shared: weakref.WeakSet[Shared] = weakref.WeakSet()
@@ -57,6 +63,14 @@ def keep_from_forks(shared: Shared) -> None:
     _shared.add(shared)
 
 
+_forked_by_main_thread = True
+
+
+def _note_thread() -> None:
+    global _forked_by_main_thread
+    _forked_by_main_thread = threading.current_thread() is threading.main_thread()
+
+
 def _disown() -> None:
     for shared in list(_shared):
         shared.disown(
@@ -64,11 +78,12 @@ def _disown() -> None:
                 "a collective (backward() of a mirrored model, reduce, gather, the next batch …) was called in a "
                 "process that was forked from a tower, and is none itself. Call it in the process that made the "
                 "strategy; here use copy.deepcopy(model)"
-            )
+            ),
+            by_main_thread=_forked_by_main_thread,
         )
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(before=_note_thread, after_in_child=_disown)
 
 
 class Caller:
@@ -107,7 +122,7 @@ class Caller:
             if self.size > 1:
                 note_out_of_step(self.towers[self.index], error)
 
-    def disown(self, error: ForkedError) -> None:
+    def disown(self, error: ForkedError, *, by_main_thread: bool) -> None:
         """Takes part in no collective from now on, because this process is a fork."""
         self._broken = error
 

@@ -316,12 +316,13 @@ class GradientAverager(GradientReducer):
             self._lay_out(self.layout.kept(self._channel))
 
     @handles_gradients
-    def disown(self, error: ForkedError) -> None:
+    def disown(self, error: ForkedError, *, by_main_thread: bool) -> None:
         """Drops gradients in memory that this process, a fork of a tower, shares with the towers.
 
-        Autograd adds to a gradient before any hook could refuse it.
+        Autograd adds to a gradient before any hook could refuse it. A fork of another thread than the main one, such as
+        a worker of a data loader, keeps them: reading ``.grad`` would crash it if a backward was replacing it.
         """
-        for slot in self.layout.dense:
+        for slot in self.layout.dense if by_main_thread else ():
             if (parameter := slot.parameter()) is not None and slot.is_installed(parameter.grad):
                 parameter.grad = None
 
