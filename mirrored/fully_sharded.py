@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from towers.collectives.communicator import Communicator
-from towers.collectives.process_group import ProcessGroupCommunicator, communicator_over
+from towers.collectives.process_group import ProcessGroupCommunicator, communicator_over, forming
 from towers.errors import MirrorError
 from towers.health.status import AVERAGING
 from towers.mirroring import fingerprints
@@ -165,7 +166,8 @@ def _meshes(strategy: Any, replicate_across_hosts: bool) -> tuple[DeviceMesh, Pr
         names: tuple[str, ...] = ("shard",)
         if replicate_across_hosts and hosts > 1 and not rest:
             sizes, names = (hosts, topology.local_size), ("replicate", "shard")
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        with forming(dist.get_backend()):
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         over = communicator_over(mesh.get_group("shard"), strategy.communicator, strategy.engine.timeout)
         meshes[replicate_across_hosts] = mesh, over
         if mesh.ndim == 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -18,13 +19,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
-from mirrored.checkpoint.codec import Malformed
+from mirrored.checkpoint.codec import MISFITS, Malformed
 from mirrored.checkpoint.tensors import FileLayout, shard_file
 
 WriteFile = Callable[[pathlib.Path, Iterable[memoryview]], tuple[int, str]]
@@ -148,21 +150,23 @@ class _Failed(_Parts):
 
 
 class _Reader(dcp.HuggingFaceStorageReader):
-    """Reads files of shards, after it has checked that they contain each tensor completely."""
+    """Reads the headers of the files once."""
 
-    def __init__(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(folder)
-        self._tensors = tensors
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        return super().read_metadata()
 
     def read_metadata(self) -> Metadata:
-        metadata = super().read_metadata()
-        for name, tensor in self._tensors.items():
-            stored = metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
-                raise Malformed(f"no parts of {name!r} have the shape {tuple(tensor.shape)}")
-            if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != tensor.numel():
-                raise Malformed(f"parts of {name!r} are missing")
-        return metadata
+        return self.metadata
+
+
+def _check_complete(metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata) or stored.size != tensor.shape:
+            raise Malformed(f"no parts of {name!r} have the shape {tuple(tensor.shape)}")
+        if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != tensor.numel():
+            raise Malformed(f"parts of {name!r} are missing")
 
 
 def read_shards(folder: str, tensors: Mapping[str, Tensor]) -> None:
@@ -177,12 +181,16 @@ def read_shards(folder: str, tensors: Mapping[str, Tensor]) -> None:
     """
     if not tensors:
         return
+    reader = _Reader(folder)
     try:
+        _check_complete(reader.metadata, tensors)
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that nothing is communicated
-            dcp.load(dict(tensors), storage_reader=_Reader(folder, tensors), no_dist=True)
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         ((reason, _),) = error.failures.values()
         raise Malformed(f"the parts of sharded tensors cannot be read: {reason}") from None
+    except (SafetensorError, *MISFITS) as error:
+        raise Malformed(f"the parts of sharded tensors cannot be read: {error}") from None
 
 
 def part_of(value: Tensor, place: DTensor) -> DTensor:

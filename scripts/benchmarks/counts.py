@@ -166,6 +166,7 @@ VARIANTS: dict[str, Callable[[Work], Step]] = {
     "ours": lambda work: work.ours(),
     "DDP": lambda work: work.ddp(),
     "sharded": lambda work: work.ours(steps.strategy("auto", shard_optimizer=True)),
+    "fully-sharded": lambda work: work.ours(shards={"reshard_after_forward": False}),
     "FSDP2": lambda work: work.fsdp(reshard_after_forward=False),
     "ZeRO": lambda work: work.ddp(lambda parameters: step_benchmark.zero(work.make_optimizer, parameters)),
     "ours-sync-bn": lambda work: work.ours(sync_batch_norm=True),

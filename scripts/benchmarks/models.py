@@ -90,9 +90,9 @@ def make(case: str) -> nn.Module:
 
 
 def units(case: str) -> list[type[nn.Module]]:
-    """The classes of the layers that are sharded one at a time."""
-    kinds = {"resnet": ResidualBlock, "transformer": nn.TransformerEncoderLayer}
-    return [kinds.get(case.split("-")[0], nn.Linear)]
+    """The classes of the layers that are sharded one at a time; a small model is sharded as a whole."""
+    kinds = {"resnet": [ResidualBlock], "transformer": [nn.TransformerEncoderLayer], "deep": [nn.Linear]}
+    return kinds.get(case.split("-")[0], [])
 
 
 def batch(case: str, size: int, seed: int) -> tuple[Tensor, Tensor]:

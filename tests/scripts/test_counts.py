@@ -81,12 +81,16 @@ def launches(counts: dict[str, float]) -> float:
 
 def test_a_step_of_a_resnet_is_as_lean_as_those_of_others() -> None:
     """A ResNet has many small tensors, and BatchNorm."""
-    of = counted("resnet-8", "bare,ours,DDP,sharded,FSDP2,ZeRO,ours-sync-bn,DDP-sync-bn,ours-reduce,save")
+    of = counted("resnet-8", "bare,ours,DDP,sharded,fully-sharded,FSDP2,ZeRO,ours-sync-bn,DDP-sync-bn,ours-reduce,save")
     ours, ddp, sharded, scattered = of["ours"], of["DDP"], of["sharded"], (of["FSDP2"], of["ZeRO"])
     assert launches(ours) <= launches(of["bare"]) + 5
     assert launches(ours) <= launches(ddp)
     assert launches(sharded) <= launches(of["bare"]) + 6
     assert launches(sharded) <= 1.05 * min(map(launches, scattered))
+    assert launches(of["fully-sharded"]) <= launches(of["FSDP2"]) + 3  # the scaling of the loss
+    for count in ("collectives", "sent_mb", "stream_waits", "waits", "host_collectives", "early"):
+        assert of["fully-sharded"][count] == of["FSDP2"][count], count
+    assert of["fully-sharded"]["memory_mb"] <= of["FSDP2"]["memory_mb"] + 0.1
     assert of["ours-reduce"]["collectives"] == ours["collectives"] + 1
     for counts in (ours, sharded, of["ours-reduce"]):
         assert counts["sent_mb"] == pytest.approx(ddp["sent_mb"], rel=1e-3)

@@ -352,7 +352,7 @@ def join_default_group(
     wire_dtype: str,
 ) -> ProcessGroupCommunicator:
     """Returns a communicator over c10d's default group, which all towers make together, and leave when they end."""
-    with _forming(backend):
+    with forming(backend):
         dist.init_process_group(
             backends(backend),
             store=store,
@@ -375,7 +375,7 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None, 
     """
     while _unused:
         dist.destroy_process_group(_unused.pop())
-    with _forming(backend):
+    with forming(backend):
         return dist.new_group(ranks, timeout=timeout, backend=backends(backend), use_local_synchronization=alone)
 
 
@@ -410,7 +410,7 @@ def group_of_thread(owner: object) -> Any:
 
 
 @contextlib.contextmanager
-def _forming(backend: str) -> Iterator[None]:
+def forming(backend: str) -> Iterator[None]:
     """Forms a group inside, see [Note: connections on first use]."""
     os.environ.setdefault(LAZY, "1")
     with without_greeting(), nccl.without_abort() if backend == "nccl" else contextlib.nullcontext():

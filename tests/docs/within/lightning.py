@@ -15,6 +15,10 @@ class Classifier(L.LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
 
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.layers(x), y)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -25,6 +29,8 @@ def collate(rows):
 
 
 texts = DataLoader([torch.randint(1, 9, (2 + i % 7,)) for i in range(21)], 6, shuffle=True, collate_fn=collate)
+
+batches = DataLoader([(torch.randn(8), i % 3) for i in range(22)], 6, shuffle=True)
 
 # The document's lines come here.
 
