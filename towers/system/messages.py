@@ -80,7 +80,7 @@ def name_towers(towers: Sequence[int]) -> str:
 
 
 def class_name(module: object) -> str:
-    """Returns the name of a module's class. torch gives a sharded module a class of its own, with another name."""
+    """Returns the name of a module's class, without the prefix that torch adds to the class of a sharded module."""
     kind, *others = type(module).__mro__
     return others[1].__name__ if others[0].__name__ == "FSDPModule" else kind.__name__
 
