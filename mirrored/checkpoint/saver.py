@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may not have ended yet
 _ALIGNED = 64  # bytes
+_MOMENT = 0.5  # seconds
 _NICE = 15  # the writing thread uses the CPU time that training does not need
 
 
@@ -77,6 +78,7 @@ class Saver:
         self._labels = labels or {}
         self._takes_shards = takes_shards
         self._in_flight = ""
+        self._shards_in_flight: Shards | None = None
         self._group: Any = None
         lock, problem = None, ""
         if folder.elect_writer(self._comm) == self._comm.index:
@@ -123,7 +125,7 @@ class Saver:
             if shards is not None:  # no tower starts to write if another one cannot
                 self._raise_first(f"starts to write checkpoint {name}", name)
             self._writer.start()
-        self._in_flight = name
+        self._in_flight, self._shards_in_flight = name, shards
         if wait:
             self.wait()
 
@@ -134,8 +136,14 @@ class Saver:
             CheckpointError: on all towers: writing the checkpoint failed.
         """
         name, self._in_flight = self._in_flight, ""
+        shards, self._shards_in_flight = self._shards_in_flight, None
         if not name:
             return
+        if shards is not None:  # a tower whose disk hangs is found here, where a wait for it has a deadline
+            with self._strategy.health.during(f"writing its parts of checkpoint {name}"):
+                while self._writer.is_writing and not shards.are_written.wait(_MOMENT):
+                    pass
+            announce(self._comm, f"waits for all parts of checkpoint {name}")
         self._raise_first(f"waits for checkpoint {name}", name)
 
     def _raise_first(self, call: str, name: str) -> None:
@@ -275,7 +283,7 @@ class Writer:
         self._lock = lock
         self._saving = saving
         self._work: Callable[[], None] | None = None
-        self._asynchronous = False
+        self._nice = self._in_thread = False
         self._thread: threading.Thread | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
@@ -301,7 +309,7 @@ class Writer:
         Args:
             asynchronous: whether to copy the tensors now, and write in a thread.
         """
-        self._asynchronous = asynchronous
+        self._nice, self._in_thread = asynchronous, asynchronous or shards is not None
         try:
             layout = FileLayout(tensors if self.writes else {})
             parts = FileLayout({} if shards is None else shards.parts)
@@ -323,15 +331,16 @@ class Writer:
             self._error = error
 
     def start(self) -> None:
-        """Starts to write what was prepared. It returns when all is written, or at once if ``asynchronous``."""
+        """Starts to write what was prepared. Without shards and not asynchronous, it returns when all is written."""
         work, self._work = self._work, None
         if work is None:
             return
-        if not self._asynchronous:
+        if not self._in_thread:
             work()
             return
         # Not a daemon thread: a program that ends meanwhile still completes its last checkpoint.
-        self._thread = threading.Thread(target=_in_background, args=(work,), name="mirrored-checkpoint")
+        target = functools.partial(_in_background, work) if self._nice else work
+        self._thread = threading.Thread(target=target, name="mirrored-checkpoint")
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads
@@ -382,6 +391,11 @@ class Writer:
             if shards is None or not shards.failed_elsewhere:
                 self._error = error
         self.seconds = clock.monotonic() - started
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in a thread."""
+        return self._thread is not None and self._thread.is_alive()
 
     def join(self) -> None:
         """Returns when no checkpoint is being written."""

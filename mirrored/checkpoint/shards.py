@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -42,6 +43,7 @@ class Shards:
 
     Attributes:
         parts: the values by name, on their devices; not copied. Copies may replace them.
+        are_written: is set when this tower has written its parts, or cannot.
         is_settled: whether all towers have learned of the success or failure of the write.
         failed_elsewhere: whether the write has failed because of another tower, which reports its own error.
     """
@@ -49,6 +51,7 @@ class Shards:
     def __init__(self, tensors: Mapping[str, DTensor], group: Any, write_file: WriteFile) -> None:
         self._tensors, self._group, self._write_file = dict(tensors), group, write_file
         self.parts = {name: tensor.to_local().detach().contiguous() for name, tensor in tensors.items()}
+        self.are_written = threading.Event()
         self.is_settled = False
         self.failed_elsewhere = False
 
@@ -65,13 +68,13 @@ class Shards:
             OSError, ValueError: this tower cannot write its parts.
             RuntimeError: another tower cannot, or has ended.
         """
-        return self._save(_Parts(self.parts, self._write_file, folder, coordinates))
+        return self._save(_Parts(self.parts, self._write_file, folder, coordinates, self.are_written))
 
     def give_up(self, error: Exception) -> None:
         """Tells the other towers that the tower that coordinates has failed before :meth:`write`."""
         if not self.is_settled:
             with contextlib.suppress(type(error)):
-                self._save(_Failed(error, self._write_file))
+                self._save(_Failed(error, self._write_file, self.are_written))
 
     def _save(self, writer: _Parts) -> dict[str, dict[str, Any]]:
         self.is_settled = True
@@ -83,6 +86,8 @@ class Shards:
                 self.failed_elsewhere = True
                 raise RuntimeError(f"tower {min(error.failures)} could not write its parts") from None
             raise own[0] from None
+        finally:
+            self.are_written.set()
         return writer.files
 
 
@@ -94,9 +99,14 @@ class _Parts(dcp.StorageWriter):
     """
 
     def __init__(
-        self, parts: Mapping[str, Tensor], write_file: WriteFile, folder: pathlib.Path, coordinates: bool
+        self,
+        parts: Mapping[str, Tensor],
+        write_file: WriteFile,
+        folder: pathlib.Path,
+        coordinates: bool,
+        are_written: threading.Event,
     ) -> None:
-        self._parts, self._write_file = parts, write_file
+        self._parts, self._write_file, self._are_written = parts, write_file, are_written
         self._folder, self._coordinates = folder, coordinates
         self.files: dict[str, dict[str, Any]] = {}
 
@@ -125,6 +135,7 @@ class _Parts(dcp.StorageWriter):
             metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"}
             layout = FileLayout({fqn: self._parts[fqn] for fqn in offsets}, metadata)
             written = name, *self._write_file(folder / name, layout.pieces())
+        self._are_written.set()
         done.set_result([dcp.storage.WriteResult(item.index, 0, written) for item in plan.items])
         return done
 
@@ -141,8 +152,8 @@ class _Parts(dcp.StorageWriter):
 class _Failed(_Parts):
     """Raises an error on all towers."""
 
-    def __init__(self, error: Exception, write_file: WriteFile) -> None:
-        super().__init__({}, write_file, pathlib.Path(), True)
+    def __init__(self, error: Exception, write_file: WriteFile, are_written: threading.Event) -> None:
+        super().__init__({}, write_file, pathlib.Path(), True, are_written)
         self._error = error
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:

@@ -146,11 +146,11 @@ class WatchedDisk(Disk):
         return super().write(descriptor, data)
 
 
-def _save(folder: str, fault: Callable[[], Any], options: dict[str, float]) -> None:
+def _save(folder: str, fault: Callable[[], Any], options: dict[str, float], asynchronous: bool = True) -> None:
     program = Program("", fault, **options)
     disk = WatchedDisk(fault) if program.strategy.topology.index == 1 else None
     objects = {"model": program.model, "optimizer": program.optimizer}
-    manager = mirrored.CheckpointManager(program.strategy, folder, objects, disk=disk)
+    manager = mirrored.CheckpointManager(program.strategy, folder, objects, disk=disk, asynchronous=asynchronous)
     if disk is not None:
         disk.fault = None
     manager.save("good", wait=True)
@@ -186,6 +186,15 @@ def test_an_unknown_error_while_a_tower_saves(tmp_path: pathlib.Path) -> None:
     assert "CheckpointError: tower 1: checkpoint" in text
     assert "a fault of the disk" in text
     assert sorted(os.listdir(tmp_path)) == [".lock", "good"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_tower_whose_disk_hangs_is_named(tmp_path: pathlib.Path, asynchronous: bool) -> None:
+    options = {"timeout_seconds": 4.0}
+    text = text_of(mirrored.TowerFailedError, launch, _save, str(tmp_path), _hang, options, asynchronous, count=3)
+    assert "CollectiveTimeoutError: tower 0 waited 4 s for tower 1" in text
+    assert "writing its parts of checkpoint bad" in text
 
 
 def _disagree(folder: str, call: str) -> None:
