@@ -33,6 +33,7 @@ from towers.collectives.process_group import ProcessGroupCommunicator, communica
 from towers.errors import MirrorError
 from towers.health.status import AVERAGING
 from towers.mirroring import fingerprints
+from towers.system.machine import return_freed_memory
 from towers.system.tensors import Named
 from towers.system.torch_private import move_own, own_buffers, own_parameters
 
@@ -73,6 +74,8 @@ def shard(
         options["reshard_after_forward"] = reshard_after_forward
     if mixed_precision is not None:
         options["mp_policy"] = mixed_precision
+    if strategy.num_replicas_in_sync > 1 and strategy.device.type == "cpu":
+        return_freed_memory()
     for unit in groups:
         unit.initialise(strategy.device, getattr(model, "_init_weights", None))  # of Hugging Face
         if strategy.num_replicas_in_sync > 1:

@@ -113,13 +113,24 @@ def keep_freed_memory() -> None:
     of 256 MB and more, and free memory beyond 1 GB, are still returned. ``MALLOC_MMAP_THRESHOLD_``,
     ``MALLOC_TRIM_THRESHOLD_`` and ``GLIBC_TUNABLES`` take precedence if they are set.
     """
+    _set_malloc(mmap_threshold=2**28, trim_threshold=2**30)
+
+
+def return_freed_memory() -> None:
+    """Lets this process return tensors of 1 MB and more to the kernel when it frees them (glibc).
+
+    The same variables as for :func:`keep_freed_memory` take precedence.
+    """
+    _set_malloc(mmap_threshold=2**20, trim_threshold=2**20)
+
+
+def _set_malloc(*, mmap_threshold: int, trim_threshold: int) -> None:
     if any(os.environ.get(name) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # the numbers of <malloc.h>
-        mallopt(mmap_threshold, 2**28)
-        mallopt(trim_threshold, 2**30)
+        mallopt(-3, mmap_threshold)  # the numbers are those of <malloc.h>
+        mallopt(-1, trim_threshold)
 
 
 def loopback_interface() -> str:
