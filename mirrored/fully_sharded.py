@@ -91,7 +91,7 @@ def communicator_of(model: nn.Module) -> Communicator:
     """Returns the communicator of the towers over which a model, or a part of it, is sharded.
 
     Raises:
-        ValueError: none.
+        ValueError: no strategy has sharded it.
     """
     for root, reference in _communicators.items():
         communicator = reference()

@@ -123,8 +123,10 @@ class Encoder:
             sharded: Any = value.detach()
             if any(place.is_partial() for place in sharded.placements):
                 raise TypeError(f"{path} is a sum whose parts the towers have not added yet; call its redistribute()")
-            self.sharded[path] = sharded
             dtype = str(value.dtype).removeprefix("torch.")
+            if value.is_complex() or dtype.startswith("float8"):  # torch's reader does not support them
+                raise TypeError(f"{path} is a sharded tensor of {dtype}, which cannot be saved")
+            self.sharded[path] = sharded
             return {"sharded": path, "dtype": dtype, "shape": list(value.shape)}
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():

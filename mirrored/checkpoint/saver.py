@@ -304,12 +304,13 @@ class Writer:
         *,
         asynchronous: bool,
     ) -> None:
-        """Prepares to write a checkpoint: :meth:`start` starts it, and :meth:`finish` reports errors of all three.
+        """Prepares to write a checkpoint. :meth:`start` starts it, and :meth:`finish` reports the errors of both.
 
         Args:
             asynchronous: whether to copy the tensors now, and write in a thread.
         """
         self._nice, self._in_thread = asynchronous, asynchronous or shards is not None
+        self._work = None
         try:
             layout = FileLayout(tensors if self.writes else {})
             parts = FileLayout({} if shards is None else shards.parts)

@@ -21,7 +21,7 @@ from mirrored.checkpoint.manifest import NAME, dump, load
 from tests.fully_sharded.test_training import BATCH, EXAMPLES, MODELS, data_for, whole
 from tests.support.checkpoints import damage
 from tests.support.faulty_disk import FaultyDisk
-from tests.support.jobs import launch, seeded
+from tests.support.jobs import launch, seeded, text_of
 
 EPOCHS = 3
 STEPS = -(-EXAMPLES // BATCH) * EPOCHS
@@ -316,3 +316,16 @@ def test_forged_checkpoints_are_refused(
 
 def _untouched() -> dict[str, Tensor]:
     return values_of(a_model(mirrored.MirroredStrategy(seed=9)))
+
+
+def _save_complex(folder: str) -> str:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = nn.Linear(4, 4, dtype=torch.complex64)
+    strategy.shard(model)
+    return text_of(TypeError, mirrored.CheckpointManager(strategy, folder, {"model": model}).save)
+
+
+def test_a_dtype_that_torch_cannot_read_is_refused(tmp_path: pathlib.Path) -> None:
+    for text in launch(_save_complex, str(tmp_path)):
+        assert "model/weight is a sharded tensor of complex64, which cannot be saved" in text

@@ -202,6 +202,11 @@ for _ in range(2):
     for batch in strategy.distribute_dataset(x, 5):
         loss = strategy.reduce("sum", strategy.run(step, args=(batch,)))
 strategy.check_mirrored()
+checkpoints = mirrored.CheckpointManager(strategy, sys.argv[1], {"model": model, "optimizer": optimizer})
+if checkpoints.restore_newest() is None:
+    checkpoints.save(wait=True)
+saved = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+strategy.print("sum", sum(float(p.sum()) for p in saved.values()))
 if "fault" in sys.argv and strategy.topology.index == 3:
     with torch.no_grad():
         model[0].weight.to_local()[0, 0] += 1e-9
@@ -217,12 +222,17 @@ strategy.print(mesh and (mesh.mesh_dim_names, mesh.shape), float(loss))
 def test_hosts_replicate_the_shards(tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOSTS)
-    result = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script)], code=0)
-    one = run_program([str(script)], env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
-    text, _, loss = result.stdout.strip().rpartition(" ")
+    places = [str(tmp_path / name) for name in ("hosts", "one")]
+    result = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script), places[0]], code=0)
+    one = run_program([str(script), places[1]], env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
+    total, line = result.stdout.strip().splitlines()
+    text, _, loss = line.rpartition(" ")
     assert text == "(('replicate', 'shard'), (2, 2))"
     assert float(loss) == pytest.approx(float(one.stdout.split()[-1]), rel=1e-12)
-    faulty = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script), "fault"])
+    for place in places:  # the checkpoint of the hosts, in which each part is saved once, and that of one device
+        restored = run_program([str(script), place], env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
+        assert float(restored.stdout.split()[1]) == pytest.approx(float(total.split()[1]), rel=1e-12)
+    faulty = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script), str(tmp_path / "other"), "fault"])
     assert "parameter Sequential.0.weight is no longer the same on all towers" in faulty.stderr
     assert "towers 0 and 1 differ from towers 2 and 3" in faulty.stderr
 
