@@ -99,10 +99,10 @@ class CheckpointManager:
 
     A checkpoint contains the given objects, the random state of every tower and the step. It is written under a
     temporary name, fsynced, and renamed, so every checkpoint in the folder is complete at any time. All towers must
-    make the same calls. One tower writes, or one tower per folder if hosts do not share a folder. Every tower writes its
-    own parts of models that are sharded (``strategy.shard``), into one folder that all hosts share. A run that resumes on
-    the same number of towers (with virtual towers: on any number) and without gradient compression ends with the same
-    bits as a run that was not interrupted. Inside ``mirrored verify``, nothing is restored or saved.
+    make the same calls. One tower writes, or one tower per folder if hosts do not share a folder. Every tower writes
+    its own parts of models that are sharded (``strategy.shard``), into one folder that all hosts share. A run that
+    resumes on the same number of towers (with virtual towers: on any number) and without gradient compression ends with
+    the same bits as a run that was not interrupted. Inside ``mirrored verify``, nothing is restored or saved.
 
     ::
 
