@@ -86,6 +86,12 @@ def _is_nonzero(gradient: torch.Tensor | None) -> bool:
         return bool(values.count_nonzero())
 
 
+_OF_WHOLE_PARAMETERS = tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon", "Rprop") if hasattr(torch.optim, name)
+)
+"""The optimizers of torch that do not support parameters of which a tower has a part."""
+
+
 class OptimizerGuard:
     """Checks each step of a strategy's optimizers before it changes anything.
 
@@ -135,6 +141,11 @@ class OptimizerGuard:
             raise MirrorError(
                 f"{type(optimizer).__name__} was created before strategy.shard(model), which replaces the parameters: "
                 "create the optimizer after it, with model.parameters()"
+            )
+        if isinstance(optimizer, _OF_WHOLE_PARAMETERS) and any(map(self._recorder.is_sharded, parameters)):
+            kind = type(optimizer).__name__
+            raise MirrorError(
+                f"{kind} cannot step sharded parameters (strategy.shard): use another optimizer, as AdamW"
             )
         foreign = [p for p in parameters if not (self._recorder.is_mirrored(p) or self._recorder.is_sharded(p))]
         recorded = any(p in self._recorder for p in foreign)

@@ -428,3 +428,52 @@ def _convert() -> list[torch.dtype]:
 
 def test_a_sharded_model_is_converted() -> None:
     assert launch(_convert) == [[torch.float64] * 4] * 2
+
+
+KINDS = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD"]
+
+
+def _losses_with(kind: str, shards: bool) -> list[float] | str:
+    torch.set_default_dtype(torch.float64)
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = seeded(lambda: nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 1, bias=False)))
+    if shards:
+        strategy.shard(model, [nn.Linear])
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+
+    def step(x: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = mirrored.compute_average_loss((model(x)[:, 0] - x.sum(1)).square())
+            loss.backward()
+            return loss
+
+        loss = closure()
+        optimizer.step(closure if kind == "LBFGS" else None)
+        return loss.detach()
+
+    losses = []
+    try:
+        for batch in strategy.distribute_dataset(x, 4):
+            losses.append(float(strategy.reduce("sum", strategy.run(step, args=(batch,)))))
+    except mirrored.MirrorError as error:
+        return str(error)
+    return losses
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizers_of_torch_have_the_numbers_of_one_device(kind: str) -> None:
+    (one,) = launch(_losses_with, kind, False, count=1)
+    for found in launch(_losses_with, kind, True, count=3):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "Rprop"])
+def test_other_optimizers_of_torch_are_refused(kind: str) -> None:
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+    for text in launch(_losses_with, kind, True):
+        assert f"{kind} cannot step sharded parameters" in text
