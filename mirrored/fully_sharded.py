@@ -68,17 +68,18 @@ def shard(
     originals = dict(model.named_parameters())
     engine.forget(model)
     options: dict[str, Any] = {}
-    if strategy.num_replicas_in_sync > 1:
+    several = strategy.num_replicas_in_sync > 1
+    if several:
         options["mesh"], communicator = _meshes(strategy, replicate_across_hosts)
     if reshard_after_forward is not None:
         options["reshard_after_forward"] = reshard_after_forward
     if mixed_precision is not None:
         options["mp_policy"] = mixed_precision
-    if strategy.num_replicas_in_sync > 1 and strategy.device.type == "cpu":
+    if several and strategy.device.type == "cpu":
         return_freed_memory()
     for unit in groups:
         unit.initialise(strategy.device, getattr(model, "_init_weights", None))  # of Hugging Face
-        if strategy.num_replicas_in_sync > 1:
+        if several:
             engine.make_equal(unit.named_tensors())
             sharded: Any = fully_shard(unit.module, **options)
             sharded.set_custom_all_gather(_Gather(communicator))

@@ -37,6 +37,7 @@ from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from mirrored.verification.loss_graph import terms_of
 from towers.collectives.agreement import announce
 from towers.system import tree as trees
+from towers.system.tensors import is_dtensor, whole
 
 try:
     if "pytorch_lightning" in sys.modules:  # the same library under its older name, with separate classes
@@ -259,13 +260,12 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         """Returns a state in which tower 0 has sharded tensors as a whole, on the CPU. All towers must call it."""
 
         def gathered(leaf: Any) -> Any:
-            if not hasattr(leaf, "full_tensor"):
+            if not is_dtensor(leaf):
                 return leaf
-            whole = leaf.full_tensor()
-            return whole.cpu() if self.is_global_zero else torch.empty(0)
+            tensor = whole(leaf)
+            return tensor.cpu() if self.is_global_zero else torch.empty(0)
 
-        is_sharded = any(hasattr(leaf, "full_tensor") for leaf in trees.leaves(state))
-        return trees.map_leaves(gathered, state) if is_sharded else state
+        return trees.map_leaves(gathered, state) if any(map(is_dtensor, trees.leaves(state))) else state
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         places = self.lightning_module.state_dict()
@@ -363,7 +363,7 @@ def _logging_nothing(module: Any) -> Iterator[None]:
 
 def _like(value: Any, place: Any) -> Any:
     """Returns a tensor in the layout of ``place``, if that is a sharded tensor of the same shape."""
-    if not hasattr(place, "full_tensor") or not isinstance(value, Tensor) or value.shape != place.shape:
+    if not is_dtensor(place) or not isinstance(value, Tensor) or value.shape != place.shape:
         return value
     from mirrored.checkpoint.shards import part_of  # it is slow to import
 

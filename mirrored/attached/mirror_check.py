@@ -50,7 +50,7 @@ from towers.mirroring import (
 )
 from towers.system.messages import digest_of, get_logger, name_towers
 from towers.system.profiling import range_
-from towers.system.tensors import HostCopy, Named, extremes, what_is_not_finite
+from towers.system.tensors import HostCopy, Named, extremes, is_dtensor, what_is_not_finite
 from towers.topology import STARTED_BY
 
 _LAST_MESSAGE = "held"
@@ -95,8 +95,8 @@ class MirrorCheck:
         interval: runs between complete comparisons; None checks only on request.
         unmirrored: returns parameters of mirrored modules that are not mirrored, because a script added them later.
         buffers: returns buffers that a script may expect to be equal. A difference is a warning.
-        parts: returns, for parameters whose parts several hosts replicate, fingerprints of all parts on this host. All
-            towers call it together.
+        parts: returns fingerprints of this host's parts of sharded parameters, if hosts replicate them. All towers call
+            it together.
         with_state: whether optimizer state must be equal on all towers.
         apart: returns whether towers may have different parameters now. Then only settings are compared.
         barrier: is called before each check, with its purpose. It is necessary if towers that step alone wait outside
@@ -333,7 +333,7 @@ def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
-    return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
+    return any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _has_bits(value: Any) -> TypeGuard[Tensor]:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from towers.system.tensors import is_dtensor
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -119,15 +121,8 @@ class Encoder:
             raise TypeError(
                 f"{path} is a {value.layout} tensor on {value.device}, which cannot be saved; save a dense one"
             )
-        if hasattr(value, "full_tensor"):  # a DTensor, whose module is slow to import
-            sharded: Any = value.detach()
-            if any(place.is_partial() for place in sharded.placements):
-                raise TypeError(f"{path} is a sum whose parts the towers have not added yet; call its redistribute()")
-            dtype = str(value.dtype).removeprefix("torch.")
-            if value.is_complex() or dtype.startswith("float8"):  # torch's reader does not support them
-                raise TypeError(f"{path} is a sharded tensor of {dtype}, which cannot be saved")
-            self.sharded[path] = sharded
-            return {"sharded": path, "dtype": dtype, "shape": list(value.shape)}
+        if is_dtensor(value):
+            return self._sharded(value, path)
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():
             raise TypeError(f"{path} is a {type(value).__name__} without memory; save the tensor that it represents")
@@ -135,6 +130,22 @@ class Encoder:
         name = self._names.setdefault(key, path)
         self.tensors.setdefault(name, value)
         return {"tensor": name}
+
+    def _sharded(self, value: DTensor, path: str) -> dict[str, Any]:
+        if any(place.is_partial() for place in value.placements):
+            raise TypeError(f"{path} is a sum whose parts the towers have not added yet; call its redistribute()")
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_complex() or dtype.startswith("float8"):  # torch's reader does not support them
+            raise TypeError(f"{path} is a sharded tensor of {dtype}, which cannot be saved")
+        self.sharded[path] = value
+        return {"sharded": path, "dtype": dtype, "shape": list(value.shape)}
+
+
+def sharded_in(state: Any, name: str, *, skip_code: bool = False) -> dict[str, DTensor]:
+    """Returns the sharded tensors of an object's state, by their names in a checkpoint; see :meth:`Encoder.encode`."""
+    encoder = Encoder()
+    encoder.encode(state, name, skip_code=skip_code)
+    return encoder.sharded
 
 
 def _step_of_path(key: object) -> str:
@@ -208,9 +219,8 @@ def _read_tensor(_: Any, content: Any, tensor: TensorOf, sharded: Tensor | None 
 
 
 def _read_sharded(value: Any, content: Any, tensor: TensorOf) -> Tensor:
-    return _read_tensor(
-        value, content, tensor, torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
-    )
+    layout = torch.empty(value["shape"], dtype=DTYPES[value["dtype"]], device="meta")
+    return _read_tensor(value, content, tensor, layout)
 
 
 def _read_scalar(value: Any, content: Any, tensor: TensorOf) -> Any:

@@ -19,6 +19,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,14 +206,7 @@ class StoredCheckpoint:
                 self.manifest = self._read_manifest(self._folder)
                 self._refuse_other_files(self._folder)
                 for name in sorted(self.manifest["files"]):
-                    data = _open(path / name, folder=self._folder, follow=in_memory)
-                    with contextlib.closing(open(data, "rb", buffering=0)):
-                        self._check_file(name, data, check)
-                        if name == TENSORS:
-                            try:
-                                self.tensors = TensorFile(f"/proc/self/fd/{data}", self.manifest["tensors"])
-                            except Malformed as error:
-                                raise CheckpointError(f"{path / TENSORS} cannot be read: {error}") from None
+                    self._open_file(name, check, in_memory)
                 self._closing = stack.pop_all()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -236,6 +230,17 @@ class StoredCheckpoint:
                 f"{self.path} holds {listed(sorted(others))}, which no checkpoint has: remove it, if it is yours"
             )
 
+    def _open_file(self, name: str, check: bool, in_memory: bool) -> None:
+        data = _open(self.path / name, folder=self._folder, follow=in_memory)
+        try:
+            self._check_file(name, data, check)
+            if name == TENSORS:
+                self.tensors = TensorFile(f"/proc/self/fd/{data}", self.manifest["tensors"])
+        except Malformed as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from None
+        finally:
+            os.close(data)
+
     def _check_file(self, name: str, descriptor: int, check: bool) -> None:
         path, stated = self.path / name, self.manifest["files"][name]
         size = os.fstat(descriptor).st_size
@@ -250,7 +255,7 @@ class StoredCheckpoint:
         """Returns the state of an object on a tower. With ``data=False``, its tensors are "meta" tensors.
 
         Args:
-            places: tensors whose layout those of these names shall have. All others are whole.
+            places: sharded tensors of this run by name. Tensors of these names get their layout; all others are whole.
 
         Raises:
             CheckpointError: the checkpoint does not contain the object, or its state is malformed.
@@ -267,7 +272,7 @@ class StoredCheckpoint:
             own, place = own_name(path, tower), (places or {}).get(path)
             if layout is None:
                 value = read(own if own in names else path)
-                return value if place is None or not data else shards.part_of(value, place)
+                return value if place is None or not data else _shards().part_of(value, place)
             if not data:
                 return layout
             if place is not None and place.shape == layout.shape:
@@ -277,11 +282,9 @@ class StoredCheckpoint:
             return sharded[path]
 
         try:
-            if data and (places or len(self.manifest["files"]) > 1):
-                from mirrored.checkpoint import shards  # it is slow to import
             state = decode(self.manifest["own"][tower].get(name, objects[name]), tensor)
             if sharded:
-                shards.read_shards(f"/proc/self/fd/{self._folder}", sharded)
+                _shards().read_shards(f"/proc/self/fd/{self._folder}", sharded)
             return state
         except (Malformed, RecursionError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
@@ -294,6 +297,12 @@ class StoredCheckpoint:
     def close(self) -> None:
         self.tensors.close()
         self._closing.close()
+
+
+def _shards() -> ModuleType:
+    from mirrored.checkpoint import shards  # it is slow to import
+
+    return shards
 
 
 def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow: bool = False) -> int:

@@ -36,6 +36,7 @@ from towers.topology import JOB_TOKEN, MEMORY
 log = get_logger("mirrored")
 
 _PIECE = 2**23  # bytes per broadcast
+_WITHOUT_EFFECT = "memory_every_steps is without effect, checkpoints are on the disk only"
 
 
 class Snapshots:
@@ -52,11 +53,13 @@ class Snapshots:
 
     def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], job: str, every: int) -> None:
         self._strategy, self._comm, self._every = strategy, strategy.communicator, every
-        self._job, self._folder = job, folder
-        self._saver = Saver(strategy, folder, tracked, {"job": job}, takes_shards=False)
+        self._job, self._folder, self._warned = job, folder, False
+        self._saver = Saver(strategy, folder, tracked, {"job": job})
 
     def save(self, step: int, *, wait: bool) -> None:
         """Takes a snapshot after a step, if one is due. A snapshot that cannot be kept is a warning.
+
+        Of sharded models, it takes none.
 
         Args:
             wait: whether to return only when the snapshot is written, instead of when the state is copied.
@@ -65,6 +68,11 @@ class Snapshots:
             TypeError, ValueError, MirrorError, DisagreementError: see ``CheckpointManager.save``.
         """
         if step % self._every:
+            return
+        if any(self._strategy.engine.recorder.sharded_models()):
+            if not self._warned:
+                self._warn(f"{_WITHOUT_EFFECT}: a model is sharded, and an agent has only the parts of its own towers")
+            self._warned = True
             return
         with self._strategy.health.during(f"taking snapshot {name_of(step)}"), self._warning():
             self._saver.save(name_of(step), step, wait=wait)
@@ -148,8 +156,8 @@ def keep_snapshots(
 ) -> Snapshots | None:
     """Creates snapshots in memory, in addition to the checkpoints in ``folder``.
 
-    If an agent does not keep snapshots, or a model is sharded, a warning is logged and the result is None. The command,
-    the job's token and the folder on the disk identify the job.
+    If an agent does not keep snapshots, a warning is logged and the result is None. The command, the job's token and
+    the folder on the disk identify the job.
     """
     comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
     local = [bool(offered), digest_of([os.environ.get(JOB_TOKEN), sys.argv, place])]
@@ -159,16 +167,14 @@ def keep_snapshots(
         "them. Pass restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep no "
         "snapshots)"
     )
-    if any(strategy.engine.recorder.sharded_models()):
-        reason = "the model is sharded over the towers, and an agent has the parts of its own towers only"
-    elif offered and all(is_offered for is_offered, _ in towers):
+    if offered and all(is_offered for is_offered, _ in towers):
         kept = _MemoryFolder(pathlib.Path(offered, digest_of(place)), _Memory(pathlib.Path(offered)), keep=1)
         try:
             return Snapshots(strategy, kept, tracked, towers[0][1], every)  # command lines may differ: tower 0's counts
         except CheckpointError as error:  # on all towers
             reason = str(error)
     if comm.index == 0:
-        log.warning("memory_every_steps is without effect, checkpoints are on the disk only: %s", reason)
+        log.warning("%s: %s", _WITHOUT_EFFECT, reason)
     return None
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirrored.checkpoint.codec import Encoder, Malformed
+from mirrored.checkpoint.codec import Malformed, sharded_in
 from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
 from mirrored.checkpoint.folder import find_checkpoint
 from mirrored.checkpoint.manifest import TENSORS, StoredCheckpoint
@@ -26,6 +26,7 @@ from mirrored.checkpoint.tracked import TrackedModule
 from mirrored.interceptor import interceptor
 from towers.collectives.agreement import announce
 from towers.system.messages import printable
+from towers.system.tensors import is_dtensor
 
 _Read = Callable[[Mapping[str, Any] | None], dict[str, Tensor]]
 """Returns all tensors by name: in the layout of the given sharded ones and otherwise whole, or without data (None)."""
@@ -95,39 +96,29 @@ def load_weights(
     path = own if own.exists() else path
     if path.name != TENSORS:  # that file can be read alone
         path = find_checkpoint(path)
+    here = module.state_dict()
     with _opened(path, name) as read:
-        return _load(module, path, name, read, include, exclude, rename or {}, skip_misfits)
-
-
-def _load(
-    module: nn.Module,
-    path: pathlib.Path,
-    name: str,
-    read: _Read,
-    include: str | Sequence[str],
-    exclude: str | Sequence[str],
-    rename: Mapping[str, str],
-    skip_misfits: bool,
-) -> LoadReport:
-    saved, here = read(None), module.state_dict()
-    taken: dict[str, str] = {}
-    for key in saved:
-        new = _renamed(key, rename)
-        if isinstance(here.get(new), Tensor) and _matches(new, include) and not _matches(new, exclude):
-            if new in taken:
-                raise CheckpointError(f"{path}: both {taken[new]} and {key} would be loaded into {new}")
-            taken[new] = key
-    misfits = {
-        new: f"{new} has shape {tuple(here[new].shape)} here, and {tuple(saved[key].shape)} in the file"
-        for new, key in taken.items()
-        if not is_lazy(here[new]) and here[new].shape != saved[key].shape
-    }
-    if misfits and not skip_misfits:
-        raise CheckpointError(f"{path} does not fit, nothing was loaded: {'; '.join(misfits.values())}")
-    loaded = {new: key for new, key in taken.items() if new not in misfits}
-    if not loaded:
-        raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
-    values = read({key: here[new] for new, key in loaded.items() if hasattr(here[new], "to_local")})
+        saved = read(None)
+        taken: dict[str, str] = {}
+        for key in saved:
+            new = _renamed(key, rename or {})
+            if isinstance(here.get(new), Tensor) and _matches(new, include) and not _matches(new, exclude):
+                if new in taken:
+                    raise CheckpointError(f"{path}: both {taken[new]} and {key} would be loaded into {new}")
+                taken[new] = key
+        misfits = {
+            new: f"{new} has shape {tuple(here[new].shape)} here, and {tuple(saved[key].shape)} in the file"
+            for new, key in taken.items()
+            if not is_lazy(here[new]) and here[new].shape != saved[key].shape
+        }
+        if misfits and not skip_misfits:
+            raise CheckpointError(f"{path} does not fit, nothing was loaded: {'; '.join(misfits.values())}")
+        loaded = {new: key for new, key in taken.items() if new not in misfits}
+        if not loaded:
+            raise CheckpointError(
+                f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)"
+            )
+        values = read({key: here[new] for new, key in loaded.items() if is_dtensor(here[new])})
     roll_back = TrackedModule(name, module, lambda parameter: False).rollback()
     try:
         with torch.no_grad():
@@ -160,7 +151,7 @@ def save_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     path = pathlib.Path(path)
     state = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     beside = path.with_name(f".{path.name}.new")
-    if any(hasattr(value, "to_local") for value in state.values()):
+    if any(map(is_dtensor, state.values())):
         _save_sharded(module, state, path, beside)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +159,7 @@ def save_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
     os.replace(beside, path)
 
 
-def _save_sharded(module: nn.Module, state: dict[str, Tensor], path: pathlib.Path, beside: pathlib.Path) -> None:
+def _save_sharded(module: nn.Module, state: dict[str, Tensor], path: pathlib.Path, unfinished: pathlib.Path) -> None:
     from mirrored.fully_sharded import communicator_of  # it is slow to import
 
     comm = communicator_of(module)
@@ -177,9 +168,9 @@ def _save_sharded(module: nn.Module, state: dict[str, Tensor], path: pathlib.Pat
     if comm.index == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(beside, "wb") as file:
+            with open(unfinished, "wb") as file:
                 file.writelines(pieces)
-            os.replace(beside, path)
+            os.replace(unfinished, path)
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}"
     collections.deque(pieces, maxlen=0)  # the collectives that gather the tensors
@@ -215,9 +206,7 @@ def _tensors_of(path: pathlib.Path, file: TensorFile, places: Mapping[str, Any] 
 def _model_of(
     path: pathlib.Path, stored: StoredCheckpoint, name: str, places: Mapping[str, Any] | None
 ) -> dict[str, Tensor]:
-    encoder = Encoder()
-    encoder.encode(places and dict(places), name)
-    state = stored.state(name, data=places is not None, places=encoder.sharded)
+    state = stored.state(name, data=places is not None, places=sharded_in(dict(places or {}), name))
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {name} is not a model")
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

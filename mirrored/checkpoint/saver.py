@@ -56,29 +56,20 @@ class Saver:
     Args:
         folder: only one process at a time may write there.
         labels: additional fields of the manifests.
-        takes_shards: whether sharded tensors can be saved.
 
     Raises:
         CheckpointError: on all towers: the folder is not writable, or another run writes there.
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        folder: Folder,
-        tracked: Sequence[Tracked],
-        labels: Mapping[str, str] | None = None,
-        *,
-        takes_shards: bool = True,
+        self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], labels: Mapping[str, str] | None = None
     ) -> None:
         self._strategy = strategy
         self._comm = strategy.communicator
         self._folder = folder
         self._tracked = tracked
         self._labels = labels or {}
-        self._takes_shards = takes_shards
-        self._in_flight = ""
-        self._shards_in_flight: Shards | None = None
+        self._in_flight: tuple[str, Shards | None] | None = None
         self._group: Any = None
         lock, problem = None, ""
         if folder.elect_writer(self._comm) == self._comm.index:
@@ -121,11 +112,12 @@ class Saver:
         self._strategy.engine.check_before("saves a checkpoint of the state that all towers share")
         shards = self._shards(sharded) if sharded else None
         if self.writes or shards is not None:
-            self._writer.prepare(name, self._manifest(step, objects, own), tensors, shards, asynchronous=not wait)
+            manifest = self._manifest(step, objects, own)
+            start = self._writer.prepare(name, manifest, tensors, shards, asynchronous=not wait)
             if shards is not None:  # no tower starts to write if another one cannot
                 self._raise_first(f"starts to write checkpoint {name}", name)
-            self._writer.start()
-        self._in_flight, self._shards_in_flight = name, shards
+            start()
+        self._in_flight = name, shards
         if wait:
             self.wait()
 
@@ -135,10 +127,9 @@ class Saver:
         Raises:
             CheckpointError: on all towers: writing the checkpoint failed.
         """
-        name, self._in_flight = self._in_flight, ""
-        shards, self._shards_in_flight = self._shards_in_flight, None
-        if not name:
+        if self._in_flight is None:
             return
+        (name, shards), self._in_flight = self._in_flight, None
         if shards is not None:  # a tower whose disk hangs is found here, where a wait for it has a deadline
             with self._strategy.health.during(f"writing its parts of checkpoint {name}"):
                 while self._writer.is_writing and not shards.are_written.wait(_MOMENT):
@@ -157,12 +148,8 @@ class Saver:
         """Returns the parts that this tower writes. All towers must call it.
 
         Raises:
-            CheckpointError: on all towers: they do not share the folder; or this cannot save sharded tensors.
+            CheckpointError: on all towers: they do not share the folder.
         """
-        if not self._takes_shards:
-            raise CheckpointError(
-                "sharded tensors are saved on the disk only: shard the model before this manager is made"
-            )
         from mirrored.checkpoint.shards import Shards  # it is slow to import
 
         writers = announce(self._comm, "saves sharded tensors", self.writes)
@@ -282,8 +269,6 @@ class Writer:
         self._folder = folder
         self._lock = lock
         self._saving = saving
-        self._work: Callable[[], None] | None = None
-        self._nice = self._in_thread = False
         self._thread: threading.Thread | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
@@ -303,14 +288,15 @@ class Writer:
         shards: Shards | None,
         *,
         asynchronous: bool,
-    ) -> None:
-        """Prepares to write a checkpoint. :meth:`start` starts it, and :meth:`finish` reports the errors of both.
+    ) -> Callable[[], None]:
+        """Prepares to write a checkpoint. :meth:`finish` reports the errors.
 
         Args:
-            asynchronous: whether to copy the tensors now, and write in a thread.
+            asynchronous: whether to copy the tensors now, and write in parallel with the caller.
+
+        Returns:
+            A function that starts to write. If ``asynchronous`` or with ``shards``, a thread writes.
         """
-        self._nice, self._in_thread = asynchronous, asynchronous or shards is not None
-        self._work = None
         try:
             layout = FileLayout(tensors if self.writes else {})
             parts = FileLayout({} if shards is None else shards.parts)
@@ -327,25 +313,25 @@ class Writer:
                 if shards is not None:
                     shards.parts = {n: copies[n].view(t.dtype).view(t.shape) for n, t in shards.parts.items()}
             complete = {**manifest, "tensors": layout.unusual}
-            self._work = functools.partial(self._write, name, complete, layout.pieces(memory), shards)
         except (ValueError, RuntimeError, MemoryError) as error:  # not enough memory for the copy
             self._error = error
+            return lambda: None
+        work = functools.partial(self._write, name, complete, layout.pieces(memory), shards)
+        if not asynchronous and shards is None:
+            return work
+        return functools.partial(
+            self._start_thread, functools.partial(_in_background, work) if asynchronous else work, shards
+        )
 
-    def start(self) -> None:
-        """Starts to write what was prepared. Without shards and not asynchronous, it returns when all is written."""
-        work, self._work = self._work, None
-        if work is None:
-            return
-        if not self._in_thread:
-            work()
-            return
+    def _start_thread(self, work: Callable[[], None], shards: Shards | None) -> None:
         # Not a daemon thread: a program that ends meanwhile still completes its last checkpoint.
-        target = functools.partial(_in_background, work) if self._nice else work
-        self._thread = threading.Thread(target=target, name="mirrored-checkpoint")
+        self._thread = threading.Thread(target=work, name="mirrored-checkpoint")
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads
             self._thread, self._error = None, error
+            if shards is not None:
+                shards.give_up(error)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ class Shards:
         return self._save(_Parts(self.parts, self._write_file, folder, coordinates, self.are_written))
 
     def give_up(self, error: Exception) -> None:
-        """Tells the other towers that the tower that coordinates has failed before :meth:`write`."""
+        """Reports to the other towers that this one has failed before :meth:`write`."""
         if not self.is_settled:
             with contextlib.suppress(type(error)):
                 self._save(_Failed(error, self._write_file, self.are_written))

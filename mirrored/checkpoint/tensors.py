@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mirrored.checkpoint.codec import DTYPES, MISFITS, Malformed
 from towers.collectives.communicator import as_bytes
-from towers.system.tensors import CopyFromDevices, is_dense
+from towers.system.tensors import CopyFromDevices, is_dense, whole
 
 _FORMAT = {
     torch.float64: "F64",
@@ -91,7 +91,9 @@ class FileLayout:
     def pieces(self, memory: Tensor | None = None) -> Iterator[memoryview]:
         """Yields the file's contents with the tensors' current values, or with the copy of them in ``memory``."""
         yield memoryview(self.header)
-        for data in map(_bytes_of, self._tensors.values()) if memory is None else [memory[: self.nbytes]]:
+        tensors = self._tensors.values()
+        # A sharded tensor is gathered when its piece is due, by all towers.
+        for data in (as_bytes(whole(t)) for t in tensors) if memory is None else [memory[: self.nbytes]]:
             for piece in data.cpu().split(_PIECE):
                 yield memoryview(piece.numpy())
 
@@ -119,11 +121,6 @@ class FileLayout:
                 target.copy_(as_bytes(tensor))
         from_devices.finish()
         return copies
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor, on all towers
-    return as_bytes(whole)
 
 
 def bytes_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
-from mirrored.checkpoint.codec import Encoder
+from mirrored.checkpoint.codec import sharded_in
 from mirrored.variables import variables_in
+from towers.system.tensors import is_dtensor, own_part
 from towers.system.torch_private import (
     inner_schedules,
     own_buffers,
@@ -95,10 +96,9 @@ class Tracked(ABC):
         Args:
             state: the state in the checkpoint, with "meta" tensors.
         """
-        encoder = Encoder()
         with contextlib.suppress(Exception):  # this run may only read, and a state_dict may raise any exception
-            encoder.encode(self.state(), self.name, skip_code=self.skip_code)
-        return encoder.sharded
+            return sharded_in(self.state(), self.name, skip_code=self.skip_code)
+        return {}
 
 
 class TrackedModule(Tracked):
@@ -125,10 +125,8 @@ class TrackedModule(Tracked):
         return value.data_ptr() in self._mirrored
 
     def places(self, state: Any) -> dict[str, DTensor]:
-        encoder = Encoder()
-        here = self._module.state_dict()
-        encoder.encode({key: value for key, value in here.items() if hasattr(value, "to_local")}, self.name)
-        return encoder.sharded
+        here = self._module.state_dict()  # its other tensors may have no values yet
+        return sharded_in({key: value for key, value in here.items() if is_dtensor(value)}, self.name)
 
     def problem(self, state: Any) -> str | None:
         if not isinstance(state, Mapping):
@@ -156,7 +154,7 @@ class TrackedModule(Tracked):
     def rollback(self) -> Rollback:
         # Values are copied to the CPU, because GPUs may not have enough memory for a second model.
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        values = [(t, t.detach().to("cpu", copy=True)) for t in map(_own_part, tensors) if not is_lazy(t)]
+        values = [(t, t.detach().to("cpu", copy=True)) for t in map(own_part, tensors) if not is_lazy(t)]
         lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
         layers = [layer for layer in self._module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
         tables: list[tuple[Any, dict[str, Any]]] = []
@@ -202,7 +200,7 @@ class TrackedOptimizer(Tracked):
 
     def places(self, state: Any) -> dict[str, DTensor]:
         # The optimizer may have no state yet.
-        sharded = {n: p for n, p in _numbered(self._optimizer.param_groups) if hasattr(p, "to_local")}
+        sharded = {n: p for n, p in _numbered(self._optimizer.param_groups) if is_dtensor(p)}
         like_parameters = {
             number: {
                 name: parameter
@@ -211,9 +209,7 @@ class TrackedOptimizer(Tracked):
             }
             for number, parameter in sharded.items()
         }
-        encoder = Encoder()
-        encoder.encode({"state": like_parameters}, self.name)
-        return encoder.sharded
+        return sharded_in({"state": like_parameters}, self.name)
 
     def problem(self, state: Any) -> str | None:
         groups = self._optimizer.param_groups
@@ -449,12 +445,6 @@ def _schedule_problem(schedule: Any, state: Any) -> str | None:
     if not isinstance(saved, list) or len(saved) != len(inner):
         return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
     return next(filter(None, map(_schedule_problem, inner, saved)), None)
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    """Returns the part of a sharded tensor that this tower has, and any other tensor itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
 
 
 def _shape(tensor: Tensor) -> str:

@@ -33,6 +33,7 @@ from towers.collectives.communicator import Communicator
 from towers.health.status import AFTER_OPTIMIZER, IN_STEP, OPTIMIZER, Health
 from towers.system import accelerator
 from towers.system.autograd_hooks import at_steps
+from towers.system.tensors import whole
 from towers.system.torch_private import disable_dynamo
 
 PEAKS = (
@@ -100,8 +101,7 @@ class Optimizers:
         if self._measures is not None and self._measures():
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            norm = get_total_norm([g.detach() for g in dense])
-            self._squares.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).square())
+            self._squares.append(whole(get_total_norm([g.detach() for g in dense])).square())
         if self._alone:
             self._enter(OPTIMIZER)
 

@@ -33,7 +33,7 @@ from torch.nn.parameter import is_lazy
 
 from towers.errors import MirrorError
 from towers.system.messages import class_name
-from towers.system.tensors import Named
+from towers.system.tensors import Named, is_dtensor
 from towers.system.torch_private import NormBase, own_buffers, own_parameters, unsaved_buffers
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -147,7 +147,7 @@ class Recorder:
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
         """Returns whether a tower holds only a part of ``parameter``."""
-        return id(parameter) in self._sharded and hasattr(parameter, "to_local")
+        return id(parameter) in self._sharded and is_dtensor(parameter)
 
     def was_replaced(self, parameter: torch.Tensor) -> bool:
         """Returns whether sharding has replaced ``parameter`` by another one."""

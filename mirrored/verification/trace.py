@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from towers.collectives.communicator import as_bytes
 from towers.system import tree as trees
+from towers.system.tensors import own_part, whole
 from towers.system.torch_private import is_functorch_tensor
 
 NUMBER_OF_TOWERS = ("num_replicas_in_sync", "WORLD_SIZE")
@@ -85,7 +86,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def memory_of(tensor: Tensor) -> int | None:
     """Returns the address of the memory that a tensor and its views share; None for tensors without dense memory."""
-    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded tensor has a part here
+    own = own_part(tensor)
     return own.untyped_storage().data_ptr() if own.layout == torch.strided and has_values(own) else None
 
 
@@ -95,9 +96,7 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if hasattr(tensor, "full_tensor"):  # it is sharded, and all towers record it
-        tensor = tensor.full_tensor()
+    tensor = whole(tensor.detach())  # all towers record it
     return (tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu().contiguous()
 
 

@@ -45,7 +45,8 @@ def step(x, y):
 
 monitor = mirrored.Monitor(strategy, every=4, gradient_norm=True, jsonl=f"{folder}/monitor.jsonl")
 objects = {"model": model, "optimizer": optimizer, "data": data, "monitor": monitor}
-checkpoints = mirrored.CheckpointManager(strategy, f"{folder}/run", objects, every_steps=2, asynchronous=False)
+intervals = {"every_steps": 2, "memory_every_steps": 1}
+checkpoints = mirrored.CheckpointManager(strategy, f"{folder}/run", objects, **intervals, asynchronous=False)
 killed = pathlib.Path(folder, "killed")
 with checkpoints.resume(), monitor:
     for _ in data.epochs(2):
@@ -90,6 +91,9 @@ def test_a_job_restarts_and_ends_with_the_numbers_of_one_device(script: pathlib.
     assert "tower 1 was ended by SIGKILL after step 5" in output
     assert re.search(r"resuming from .*step-00000004", output)
     assert loss_in(output) == expected
+    assert (
+        output.count("memory_every_steps is without effect, checkpoints are on the disk only: a model is sharded") == 2
+    )
 
 
 def test_a_monitor_has_the_numbers_of_one_device(script: pathlib.Path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import mirrored
 from tests.support.jobs import launch, seeded, text_of, towers
 from tests.support.programs import run_program
+from tests.support.steps import averaging_step
 
 EXAMPLES, BATCH = 22, 5
 """The last batch has two examples, so some of three or four towers have none."""
@@ -394,15 +395,8 @@ def _train_partly(shards: bool) -> tuple[list[Tensor], list[Tensor]]:
             strategy.shard(block)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     losses = []
+    step = averaging_step(model, optimizer)
     for batch in strategy.distribute_dataset(data_for("tied"), BATCH, shuffle=True):
-
-        def step(x: Tensor, y: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
         losses.append(strategy.reduce("sum", strategy.run(step, args=batch)))
     strategy.check_mirrored()
     return losses, [whole(p) for p in model.parameters()]

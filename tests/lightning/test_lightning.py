@@ -168,7 +168,7 @@ def test_verify_names_the_argument_that_a_log_lacks(tmp_path: pathlib.Path) -> N
 
 
 def test_a_sharded_module_has_the_numbers_of_one_device(tmp_path: pathlib.Path) -> None:
-    """Also where it goes on from Lightning's checkpoint, which one device can read."""
+    """A fit that resumes from Lightning's checkpoint has them, too. One device can read that checkpoint."""
     from tests.lightning.modules import Classifier, Sharded, sharded
 
     [one] = launch(sharded, str(tmp_path / "one"), Classifier, count=1)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from towers.system.torch_private import storage_holders
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
@@ -36,6 +40,21 @@ def is_dense(tensor: Tensor) -> bool:
     """Returns whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return dense
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Returns whether a value is torch's ``DTensor``, such as a sharded parameter. Its module is slow to import."""
+    return hasattr(value, "to_local")
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a ``DTensor`` that this tower has, and any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns a ``DTensor`` as a whole, for which all towers must call it, and any other tensor itself."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def contiguous(tensor: Tensor) -> Tensor:
