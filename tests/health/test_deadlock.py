@@ -222,7 +222,7 @@ def test_a_backward_of_a_forked_child_is_refused_and_does_no_harm(backend: str) 
 
 
 def gradients_in_forks(strategy: mirrored.Strategy) -> tuple[str, str]:
-    """Which gradients forks of the main thread and of another thread drop."""
+    """Returns whether forks of the main thread and of another thread have dropped each gradient."""
     job = Training(strategy)
     batch = next(iter(job.data))
     strategy.run(job.step, args=batch)

@@ -226,7 +226,7 @@ class Sharded(Classifier):
 
 
 def sharded(folder: str, kind: type[Classifier]) -> dict[str, Any]:
-    """What fits leave that shard a model: a whole one, and one that resumes in the middle of an epoch."""
+    """Fits a model at once, and in two parts, of which the second resumes in the middle of an epoch."""
     left: dict[str, Any] = {}
     for name, options in (
         ("whole", {"gradient_clip_val": 0.1}),
