@@ -14,9 +14,8 @@ import torch
 from mirrored.events import Events
 from mirrored.seeds import TowerStreams
 from mirrored.shares import KnownShares
-from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
-from towers.collectives.values import OPERATIONS
+from towers.collectives.values import OPERATIONS, differentiable_gather, differentiable_reduce
 from towers.gradients.reducer import GradientReducer
 from towers.options import instead_of
 from towers.topology import Topology
@@ -137,7 +136,7 @@ class ReplicaContext:
             DisagreementError: on all towers: the towers' values or operations do not match.
             RuntimeError: min, max or prod of a tensor that requires a gradient.
         """
-        return differentiable.all_reduce(self.strategy.communicator, operation_name(op), value)
+        return differentiable_reduce(self.strategy.communicator, operation_name(op), value)
 
     @instead_of(options="leave it out")
     def all_gather(self, value: Any, axis: int = 0) -> Any:
@@ -150,7 +149,7 @@ class ReplicaContext:
         Raises:
             DisagreementError, ValueError: on all towers.
         """
-        return differentiable.all_gather(self.strategy.communicator, value, axis)
+        return differentiable_gather(self.strategy.communicator, value, axis)
 
     @instead_of(merge_fn="fn=")
     def merge_call(

@@ -14,7 +14,7 @@ import platform
 import socket
 from collections.abc import Mapping
 
-from mirrored.doctor import gpus, jobs, launchers, network, resources
+from mirrored.doctor import gpus, jobs, network, resources
 from mirrored.doctor.findings import Check, Finding, Report, Severity, problem
 from towers.system.timeouts import Deadline, run_with_timeout
 
@@ -28,10 +28,10 @@ _CHECKS: Mapping[str, Check] = {
     "/dev/shm": resources.check_dev_shm,
     "disk": resources.check_disk,
     "limits": resources.check_limits,
-    "variables": launchers.check_variables,
+    "variables": network.check_variables,
     "interfaces": network.check_interfaces,
-    "TF_CONFIG": launchers.check_tf_config,
-    "launcher": launchers.check_launcher,
+    "TF_CONFIG": network.check_tf_config,
+    "launcher": network.check_launcher,
     "CPU towers": jobs.check_cpu_towers,  # see [Note: checks by trial]
     "GPU towers": jobs.check_gpu_towers,
 }

@@ -20,7 +20,7 @@ them into means of the global batch. Gradients are summed with this weight at th
 (:mod:`mirrored.keras.steps`), and so are moving statistics (:mod:`mirrored.keras.training`). Metrics contain their
 counts (:mod:`mirrored.keras.metrics`). Any use of a mean in a ``train_step``, in Keras or in torch, is therefore right,
 even if shares have different sizes. Only sums, and means over entries that are not examples (entries of a mask,
-weights), must be changed (:mod:`mirrored.keras.losses`).
+weights), must be changed (:mod:`mirrored.keras.computations`).
 
 [Note: Keras is patched] Keras' torch trainer has no support for strategies. Each replaced function
 (``around``) calls the original, and does nothing more for models without a strategy. The
@@ -76,8 +76,7 @@ def _check_keras() -> None:
 _check_keras()
 
 from mirrored.keras import (  # noqa: E402, F401  (they patch)
-    layers,
-    losses,
+    computations,
     metrics,
     optimizers,
     trainer,
@@ -87,7 +86,7 @@ from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
 from mirrored.strategy.uncompiled import untraced  # noqa: E402
 
 untraced.traced |= {
-    f"{__name__}.{module}" for module in ("keras_private", "layers", "losses", "metrics", "optimizers", "steps")
+    f"{__name__}.{module}" for module in ("computations", "keras_private", "metrics", "optimizers", "steps")
 }
 
 __all__ = ["Checkpoints", "Monitor", "TensorBoard"]

@@ -36,7 +36,7 @@ from mirrored.keras.keras_private import around
 from mirrored.keras.metrics import check, results, variables_of_metrics
 from mirrored.keras.training import Training
 from mirrored.parameter_server.coordinator import ClusterCoordinator, ShortQueue
-from mirrored.parameter_server.libraries import ServedOptimizer, libraries
+from mirrored.parameter_server.servers import ServedOptimizer, libraries
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 
 
@@ -169,7 +169,7 @@ def step_of(optimizer: Any) -> ServedStep:
 
 
 class _Keras:
-    """Implements :class:`mirrored.parameter_server.libraries.Library`."""
+    """Implements :class:`mirrored.parameter_server.servers.Library`."""
 
     def reduce(self, obj: Any) -> Any:
         return keras_private.reduce_with_attributes(obj)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mirrored.context import in_step_of
 from mirrored.keras import data
+from mirrored.keras.computations import takes_global_statistics
 from mirrored.keras.keras_private import around, variables_of_trained_layers
 from mirrored.keras.keras_private import get_device as current_device
-from mirrored.keras.layers import takes_global_statistics
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.probes import probing
 from mirrored.keras.steps import Step, running

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable, Values
-from mirrored.parameter_server.libraries import ServedOptimizer, libraries
-from mirrored.parameter_server.server import Request, Settings
-from mirrored.parameter_server.servers import Reference, Servers
+from mirrored.parameter_server.servers import Reference, Request, ServedOptimizer, Servers, Settings, libraries
 from towers.system.torch_private import count_as_stepped, disable_dynamo
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)

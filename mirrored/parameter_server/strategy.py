@@ -21,22 +21,22 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver, is_evaluator
 from mirrored.interceptor import interceptor
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
-from mirrored.parameter_server.libraries import libraries
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.replica import TABLES, Call, Replica
-from mirrored.parameter_server.server import Server
 from mirrored.parameter_server.servers import (
     ActorLostError,
     Reference,
+    Server,
     Servers,
+    libraries,
     pickle_by_reference,
     result_of,
     unpickle,
 )
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.kinds import OneDeviceStrategy
-from towers.sharding.inner import check_elementwise, inner_optimizer
+from towers.sharding.shards import check_elementwise, inner_optimizer
 from towers.system.messages import get_logger
 from towers.system.timeouts import clock
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +24,7 @@ from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
 from mirrored.strategy.calls import RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine, TrainingOptions
-from mirrored.strategy.records import Records
+from mirrored.strategy.gradients import Gradients
 from towers.collectives import values
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
@@ -35,12 +38,16 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from mirrored.data.batch_dims import Dims
+    from mirrored.monitor.tracing import Trace
     from mirrored.variables import Variable
 
 log = get_logger("mirrored")
 
+_TRACED_STEPS = "MIRRORED_TRACE"
+"""Environment variable with the steps that ``mirrored trace`` records, and the file: ``10:13:/home/me/trace.json``."""
 
-class Strategy(Records):
+
+class Strategy(Gradients):
     """Base class of all strategies. Construct one of its subclasses.
 
     Every tower is a process that runs the whole script with its own strategy. A "per-replica value" is therefore the
@@ -359,6 +366,8 @@ class Strategy(Records):
 
     experimental_distribute_values_from_function = distribute_values_from_function
 
+    # -- output ------------------------------------------------------------------------------------------
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the chief, and does nothing on other towers."""
         if self.is_chief:
@@ -370,15 +379,53 @@ class Strategy(Records):
             self._logged.add(text)
             log.info("%s", text)
 
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+    def summary_writer(self, folder: str | os.PathLike[str], **options: Any) -> Any:
+        """Returns TensorBoard's ``SummaryWriter`` on the chief, elsewhere an object whose methods do nothing.
 
-        def __getattr__(self, name):
-            from mirrored.foreign_names import missing
+        Raises:
+            ModuleNotFoundError: on all towers: tensorboard is not installed.
+        """
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError("strategy.summary_writer needs tensorboard: pip install tensorboard")
+        if not self.is_chief:
+            return NoWriter()
+        from torch.utils.tensorboard import SummaryWriter  # a slow import
 
-            raise missing("Strategy", name)
+        return SummaryWriter(os.fspath(folder), **options)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
+    def trace(
+        self, path: str | os.PathLike[str], *, show: bool = True, **profiler: Any
+    ) -> AbstractContextManager[Trace]:
+        """Profiles all towers in ``with strategy.trace("trace.json"):``. The chief writes one file for Perfetto.
+
+        All towers must enter and leave the block, outside ``run``. The trace shows each tower as a process, with its
+        index, device and host, on one clock. It contains the events of ``torch.profiler``, the steps, and the named
+        ranges of their phases. If an exception leaves the block, no file is written.
+
+        Args:
+            path: the file, compressed if it ends in ``.gz``. Its folder is created.
+            show: whether the chief prints the parts of the towers' steps.
+            profiler: arguments of ``torch.profiler.profile``, such as ``with_stack=True``.
+
+        Returns:
+            A context manager of a :class:`mirrored.monitor.Trace`, which is filled at the end of the block.
+
+        Raises:
+            RuntimeError: inside ``run``, or while another trace or profiler runs.
+            ValueError: on all towers, if the chief cannot write the file.
+            DisagreementError: on all towers, if some make another call.
+        """
+        from mirrored.monitor.tracing import trace
+
+        self._check_here("trace()")
+        return trace(self.communicator, self.events, path, show=show, **profiler)
+
+    def _trace_on_request(self) -> None:
+        """Traces the steps that ``mirrored trace`` requests."""
+        if wanted := os.environ.get(_TRACED_STEPS):
+            from mirrored.monitor.tracing import TracedSteps
+
+            TracedSteps(self.communicator, self.events, wanted)
 
     # -- data --------------------------------------------------------------------------------------------
 
@@ -461,3 +508,28 @@ class Strategy(Records):
         refuse_inside_run("distribute_datasets_from_function()", "call it once, before the loop over the epochs")
         pipeline = fn(InputContext(self.num_replicas_in_sync, self.topology.index, self.num_replicas_in_sync))
         return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, self._seed or 0, batch_dims)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name):
+            from mirrored.foreign_names import missing
+
+            raise missing("Strategy", name)
+
+
+class NoWriter:
+    """Replaces a ``SummaryWriter`` on towers that do not write. Every method does nothing and returns None."""
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None

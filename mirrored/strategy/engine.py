@@ -109,7 +109,7 @@ class Engine:
         counter: counts backward passes, if checkpoints need their number.
         recorder: the recorded modules and parameters.
         repeated_calls: compares calls that steps repeat, if hosts need not wait for each other; otherwise None.
-        is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.inner`).
+        is_inner_optimizer: returns whether an optimizer is part of another one (:mod:`towers.sharding.shards`).
         one_tower_reads_state: whether optimizers' state is sharded, and a single tower can read all of it.
         meshes: the meshes of sharded models, and a communicator for each (:mod:`mirrored.fully_sharded`).
         replicated_parts: returns fingerprints of this host's parts of sharded parameters, if hosts replicate them.

@@ -20,8 +20,7 @@ import mirrored.doctor
 from mirrored import cli
 from mirrored.doctor import Finding, Severity, examine, jobs, resources
 from mirrored.doctor.findings import Check, ok
-from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
-from mirrored.doctor.network import check_interfaces
+from mirrored.doctor.network import check_interfaces, check_launcher, check_tf_config, check_variables
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
 from tests.support.jobs import ROOT

@@ -162,7 +162,7 @@ def test_a_server_without_memory_is_named(tmp_path: pathlib.Path) -> None:
 
 OUT_OF_MEMORY = """
 import ray
-from mirrored.parameter_server.server import Server
+from mirrored.parameter_server.servers import Server
 from mirrored.parameter_server.servers import Servers
 
 ray.init("local", _system_config={"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100})

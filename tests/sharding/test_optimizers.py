@@ -21,8 +21,8 @@ from tests.support.features import mlp
 from tests.support.jobs import assert_close, make_data, parameters_of, text_of
 from tests.support.processes import await_ends
 from tests.support.sharded import assert_same_state, equal_unsharded, launch, small_training, tensors
-from towers.sharding.inner import ShardedState
 from towers.sharding.optimizer import OptimizerSharder
+from towers.sharding.shards import ShardedState
 
 
 def edit_groups(strategy: mirrored.Strategy, what: str) -> list[Tensor]:

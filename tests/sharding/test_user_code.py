@@ -16,8 +16,8 @@ import mirrored
 from tests.support.features import mlp
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 from tests.support.sharded import equal_unsharded, small_training
-from towers.sharding.inner import ShardedState
 from towers.sharding.optimizer import OptimizerSharder
+from towers.sharding.shards import ShardedState
 
 
 def user_code(strategy: mirrored.Strategy, what: str) -> list[Tensor]:

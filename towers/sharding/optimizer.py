@@ -1,6 +1,6 @@
 """Shards the optimizer's step: every tower updates its shards of the parameters, and all towers get all shards.
 
-When an optimizer steps, an inner optimizer does its work (:mod:`towers.sharding.inner`): over this tower's shards of
+When an optimizer steps, an inner optimizer does its work (:mod:`towers.sharding.shards`): over this tower's shards of
 the parameters, so that time and state are divided by the number of towers. An optimizer that updates each element
 independently computes the same bits that way. If towers share memory, one step consists of the following::
 
@@ -42,17 +42,19 @@ from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import BucketLayout, DenseSlot, Slot
 from towers.sharding import state as sharded_state
-from towers.sharding.inner import (
+from towers.sharding.shards import (
+    Shard,
     ShardedState,
     check_elementwise,
     copy_group_settings,
+    cut_rows,
     inner_optimizer,
     inner_parameter,
     make_groups,
+    shards_of,
     step_inner,
     with_closure_called,
 )
-from towers.sharding.shards import Shard, cut_rows, shards_of
 from towers.sharding.transport import GatheredParameters, ShardTransport, SharedParameters
 from towers.system.messages import get_logger
 from towers.system.profiling import range_
