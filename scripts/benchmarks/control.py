@@ -5,11 +5,12 @@ their first collective. "requests" are those that one process sends to the store
 and out of the store, and "seconds" pass from the release of all processes until the last one has its answer; on few
 cores, most of them are the computing time of N processes. Medians of the turns are printed.
 
-"heartbeats" are the requests per second of all processes while they train and no tower keeps waiting, and "one waits"
-those while one of them does, counted over several intervals of a heartbeat. "reduce" is the time of a ``reduce`` of a
-number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers. "failure" is the time
-from the report of a failure by the first host's agent until the agents of all hosts have it. "restart" is the time in
-which the agents of all hosts meet for the next attempt, without the towers that they then start.
+"deadline" are the bytes in and out of the store while all towers pass the deadline of a collective, and look for the
+reason. "heartbeats" are the requests per second of all processes while they train and no tower keeps waiting, and "one
+waits" those while one of them does, counted over several intervals of a heartbeat. "reduce" is the time of a ``reduce``
+of a number over Gloo, with the comparison of the towers' calls (median of 20), for up to 256 towers. "failure" is the
+time from the report of a failure by the first host's agent until the agents of all hosts have it. "restart" is the time
+in which the agents of all hosts meet for the next attempt, without the towers that they then start.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from towers.collectives.process_group import join_default_group
 from towers.health import heartbeat
 from towers.health.heartbeat import Heartbeat
 from towers.health.status import Health, Wait
+from towers.health.timeout_messages import timeout_error
 from towers.joining import participant
 from towers.joining.participant import Participant
 from towers.joining.store import SignedStore, serve_store
@@ -198,6 +200,24 @@ def _requests_of_heartbeats(size: int, *, waits: bool) -> float:
     return sum(in_forks(size, lambda index: _beat(index, size, store.port, waits))[1])
 
 
+def _pass_deadline(index: int, size: int, port: int) -> int:
+    """The bytes of a tower that looks for the reason why a collective does not end, while all towers do."""
+    health = Health()
+    tower, store = _tower(index, size, port), CountedStore("127.0.0.1", port, None, False, _PATIENCE)
+    signed = SignedStore(store, TOKEN)
+    health.heartbeat = Heartbeat(health, tower, signed)
+    timeout_error(health, index, 1.0)
+    store.add("over", 1)
+    wait_until(lambda: store.add("over", 0) == size, _PATIENCE.total_seconds(), pause=1.0)
+    return CountedStore.sent.count
+
+
+def _bytes_of_deadline(size: int) -> int:
+    store: Any = serve_store("127.0.0.1", 0, "scripts/bench control", TOKEN)
+    SignedStore.connect_again = lambda signed, *_: signed  # type: ignore[method-assign, assignment]
+    return sum(in_forks(size, lambda index: _pass_deadline(index, size, store.port))[1])
+
+
 def _reduce(index: int, size: int, port: int) -> float:
     """Seconds of a reduced number, between processes that Gloo connects."""
     torch.set_num_threads(1)
@@ -268,7 +288,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--sizes", default="8,32,64,128,256,1024", help="numbers of towers, comma-separated")
     options = parser.parse_args(arguments)
     head = f"{'towers':>7}{'hosts':>7}{'seconds':>9}{'requests':>10}{'the most':>10}{'bytes':>12}"
-    print(f"{head}{'heartbeats':>12}{'one waits':>11}{'reduce, ms':>12}{'failure, s':>12}{'restart, s':>12}")
+    head = f"{head}{'deadline':>14}{'heartbeats':>12}{'one waits':>11}"
+    print(f"{head}{'reduce, ms':>12}{'failure, s':>12}{'restart, s':>12}")
     for size in map(int, options.sizes.split(",")):
         turns = [_measured_start(size) for _ in range(options.turns)]
         seconds = statistics.median(turn[0] for turn in turns)
@@ -278,6 +299,7 @@ def main(arguments: Sequence[str]) -> None:
         mean = statistics.mean(requests)
         calm, watched = (_requests_of_heartbeats(size, waits=waits) for waits in (False, True))
         row = f"{size:>7}{hosts:>7}{seconds:>9.2f}{mean:>10.1f}{max(requests[1:]):>10}{count:>12,}"
+        row += f"{_bytes_of_deadline(size):>14,}"
         reduced = f"{1000 * _seconds_of_reduce(size):.2f}" if size <= _MOST_CONNECTED else ""
         failure = _seconds_of_failure(hosts)
         restart = f"{_seconds_of_restart(hosts):.2f}" if hosts > 1 else ""

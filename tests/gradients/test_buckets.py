@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
 from tests.support.jobs import towers
+from towers.collectives import communicator
 from towers.collectives.communicator import Alone
 from towers.gradients import buckets
 from towers.gradients.averager import GradientAverager
@@ -90,7 +91,8 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
         assert ours == pytest.approx(alone, rel=1e-5)
 
 
-def with_flags_through_hosts(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
+def with_flags_through_hosts(strategy: mirrored.Strategy, few: int, fn: Callable[[mirrored.Strategy], Any]) -> Any:
+    communicator.FEW = few
     averager = strategy.engine.averager
     averager._cycle._comparison = Comparison(averager._channel)  # as between GPUs
     return fn(strategy)
@@ -127,14 +129,15 @@ def test_the_memory_of_the_first_buckets_is_freed() -> None:
 
 
 def test_buckets_are_laid_out_anew_before_the_flags_of_a_backward_are_read() -> None:
-    for slots, gradients in over_gloo(with_flags_through_hosts, use_all_in_another_order):
+    for slots, gradients in over_gloo(with_flags_through_hosts, 2, use_all_in_another_order):
         assert slots == [[1, 2], [1, 2]]
         assert gradients == pytest.approx([3, 3, 3])
 
 
+@pytest.mark.parametrize("few", [2, 1], ids=["gathered", "added up"])
 @pytest.mark.parametrize("fn", [use_one_branch_each, keep_models_on_one_tower, use_in_another_order])
-def test_flags_through_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
-    assert over_gloo(with_flags_through_hosts, fn) == over_gloo(fn)
+def test_flags_through_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any], few: int) -> None:
+    assert over_gloo(with_flags_through_hosts, few, fn) == over_gloo(fn)
 
 
 def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:

@@ -171,8 +171,10 @@ def test_reentrant_checkpoints_of_a_random_depth_are_one_backward(setting: str) 
 
 BETWEEN_GPUS = """
 import sys, torch, mirrored
+from towers.collectives import communicator
 from towers.gradients.flags import Comparison
 
+communicator.FEW = int(sys.argv[2])
 strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=1000)
 with strategy.scope():
     model = torch.nn.Linear(4, 2)
@@ -193,6 +195,7 @@ for number in range(steps + slow):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("few", [2, 1], ids=["gathered", "added up"])
 @pytest.mark.parametrize(
     ("steps", "told"),
     [
@@ -201,11 +204,11 @@ for number in range(steps + slow):
     ],
 )
 def test_between_gpus_a_backward_that_one_tower_leaves_out_is_an_error_later(
-    steps: int, told: str, tmp_path: pathlib.Path
+    steps: int, told: str, few: int, tmp_path: pathlib.Path
 ) -> None:
     """At the latest when the towers end."""
     (tmp_path / "train.py").write_text(BETWEEN_GPUS)
-    words = ["-m", "mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py", str(steps)]
+    words = ["-m", "mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py", str(steps), str(few)]
     result = run_program(words, cwd=str(tmp_path), code=1)
     assert "DisagreementError" in result.stderr
     assert told in result.stderr

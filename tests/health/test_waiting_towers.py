@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import re
@@ -65,7 +66,7 @@ def test_a_stopped_tower_that_another_one_wakes_is_said_to_have_been_silent() ->
 
 def wait_for_a_slow_tower(strategy: mirrored.Strategy, all_asked: int, impatient: tuple[int, ...] = (0, 2)) -> None:
     """More towers than ``all_asked`` are not all asked for their stacks."""
-    heartbeat._ALL_ASKED = all_asked
+    heartbeat._FEW = all_asked
     with strategy.scope():
         weight = torch.nn.Linear(2, 1)
     slow = torch.ones(3, 2, requires_grad=True)
@@ -95,6 +96,23 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str, all_ask
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
+
+
+QUESTIONS = ("where?", "why?")
+
+
+def first_result(strategy: mirrored.Strategy, few: int) -> list[list[str] | None]:
+    heartbeat._FEW = few
+    peers, index = strategy.health.heartbeat, strategy.topology.index
+    assert peers is not None
+    return [peers.first_result(question, functools.partial(list, [question, str(index)])) for question in QUESTIONS]
+
+
+def test_of_many_towers_one_answers_a_question_for_all() -> None:
+    assert towers(first_result, 3, count=3) == [[[question, str(i)] for question in QUESTIONS] for i in range(3)]
+    first, *others = towers(first_result, 2, count=3)
+    assert others == [first, first]
+    assert [found[0] for found in first] == [*QUESTIONS]
 
 
 @pytest.mark.parametrize("all_asked", [16, 1])

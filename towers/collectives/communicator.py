@@ -275,6 +275,11 @@ class Communicator(PeerGroup):
         """Starts an :meth:`all_gather`. The rows are filled once it has been awaited."""
         return Done(), self.all_gather(tensor)
 
+    def start_all_sum(self, tensor: Tensor) -> Pending:
+        """Starts an :meth:`all_reduce` with "sum", in place. ``tensor`` is the sum once it has been awaited."""
+        self.all_reduce(tensor)
+        return Done()
+
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Sends row i to tower i, and returns the rows received, in tower order: shape ``(size, *row)``."""
         return self.all_gather(rows)[:, self.index].contiguous()

@@ -143,6 +143,12 @@ class ProcessGroupCommunicator(Communicator):
             work = gather(group=group, async_op=True)
         return _Started(self, work, self.count, tensor, tensor), rows
 
+    def start_all_sum(self, tensor: Tensor) -> Pending:
+        group = self._begin()
+        with self.explained():
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+        return _Started(self, work, self.count, tensor, tensor)
+
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
         """Returns memory for all towers' rows, and the collective that fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)

@@ -24,7 +24,8 @@ therefore:
   backwards, once for :data:`WINDOW` of them. A tower that then has no gradient for a parameter reads the tail, and
   waits for its GPU, until the next gather informs all towers.
 - A gather is read when it is complete, at the latest when the third backward after its own starts. It only takes effect
-  from that backward on, so all towers change at the same one.
+  from that backward on, so all towers change at the same one. Many towers add up their flags, and read the sums only
+  then, because a difference needs another collective.
 
 On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
 towers' hosts, which had yet to queue their work.
@@ -47,6 +48,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, from_bytes
@@ -277,7 +279,9 @@ class Comparison:
 class Gather:
     """Flags of packed buckets, and past backwards, on their way through the hosts.
 
-    It must be kept until it is done, because it holds the tensors of the collective.
+    It must be kept until it is done, because it holds the tensors of the collective. A few towers gather everything,
+    with the backwards in words. More towers add up the flags, and gather the words only if backwards differ; see
+    [Note: short messages] in :mod:`towers.collectives.communicator`.
 
     Args:
         channel: the towers'.
@@ -286,42 +290,54 @@ class Gather:
     """
 
     def __init__(self, channel: Communicator, flags: Sequence[Sequence[bool]], passed: Sequence[Passed]) -> None:
+        self._channel = channel
         rows = [bytes(row) for row in flags]
-        for backward, text, complete in passed:
-            rows += [bytes(backward), text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), bytes([complete])]
+        for backward, _, complete in passed:
+            rows += [bytes(backward), bytes([complete])]
         self._sizes = [len(row) for row in rows]
         self._buckets = len(flags)
-        self._pending, self._gathered = channel.start_all_gather(from_bytes(b"".join(rows)))
+        self._texts = [text.encode()[:_TEXT_BYTES] for _, text, _ in passed]
+        self._gathers = channel.are_few
+        if self._gathers:
+            rows += [text.ljust(_TEXT_BYTES, b"\0") for text in self._texts]
+            self._pending, self._sent = channel.start_all_gather(from_bytes(b"".join(rows)))
+        else:
+            self._sent = from_bytes(b"".join(rows)).to(torch.int32)
+            self._pending = channel.start_all_sum(self._sent)
 
     def is_done(self) -> bool:
-        """Returns whether reading does not wait for other hosts."""
-        return self._pending.is_done()
+        """Returns whether :meth:`difference` neither waits for other hosts nor runs a collective."""
+        return self._gathers and self._pending.is_done()
 
     def read(self, bucket: int) -> Sequence[float]:
         """Waits for the other hosts, and returns the counts of a bucket's flags."""
-        counts: list[float] = self._rows()[bucket].sum(0).tolist()
+        counts: list[float] = self._counts[bucket].tolist()
         return counts
 
     def difference(self) -> list[bytes] | None:
         """Waits for the other hosts, and returns the result of :meth:`Comparison.difference` for these backwards."""
-        rows = self._rows()[self._buckets :]
-        for backward, texts in zip(rows[::3], rows[1::3], strict=True):
-            if not same_backward(backward.sum(0).tolist()):
-                return [text.numpy().tobytes().rstrip(b"\0") for text in texts]
+        for number, counts in enumerate(self._counts[self._buckets :: 2]):
+            if not same_backward(counts.tolist()):
+                if not self._gathers:
+                    return self._channel.all_gather_bytes(self._texts[number])
+                words = self._sent[:, sum(self._sizes) + number * _TEXT_BYTES :][:, :_TEXT_BYTES]
+                return [row.numpy().tobytes().rstrip(b"\0") for row in words]
         return None
 
     def was_complete(self) -> bool | None:
         """Waits for the other hosts, and returns whether all towers' backwards were complete, or None without any."""
-        complete = self._rows()[self._buckets + 2 :: 3]
-        return all(bool(row.all()) for row in complete) if complete else None
+        complete = self._counts[self._buckets + 1 :: 2]
+        return all(int(count) == self._channel.size for count in complete) if complete else None
 
     def was_equal(self) -> bool:
-        """Waits for the other hosts, and returns whether all towers' flags were gathered and equal."""
-        rows = self._rows()[: self._buckets]
-        return bool(rows) and all(bool((row == row[0]).all()) for row in rows)
+        """Waits for the other hosts, and returns whether all towers' flags were sent and equal."""
+        counts = self._counts[: self._buckets]
+        return bool(counts) and all(set(row.tolist()) <= {0, self._channel.size} for row in counts)
 
-    def _rows(self) -> Sequence[Tensor]:
-        """Returns the rows of all towers, each of shape (towers, bytes)."""
+    @functools.cached_property
+    def _counts(self) -> Sequence[Tensor]:
+        """For each bucket its flags' numbers of towers; then for each backward those of its bits and completeness."""
         self._pending.wait()
-        rows: Sequence[Tensor] = self._gathered.split(self._sizes, dim=1)
-        return rows
+        counts = self._sent[:, : sum(self._sizes)].sum(0) if self._gathers else self._sent
+        split: Sequence[Tensor] = counts.split(self._sizes)
+        return split

@@ -43,7 +43,7 @@ from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
 from towers.health.deadlock import Beat
 from towers.health.status import AVERAGING, Health, PeerStatus, Status, StatusRecord, Wait
-from towers.health.timeout_messages import in_other_calls, listed
+from towers.health.timeout_messages import in_other_calls
 from towers.joining.participant import Participant
 from towers.joining.store import Message, SignedStore
 from towers.system.messages import get_logger
@@ -65,7 +65,7 @@ _LONGEST = 30.0  # the same if its process can run; and the time for a running t
 _REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat's own thread, also at exit
 _STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
 _SERVING = 5.0  # seconds that a process which serves the store waits for others that also end
-_ALL_ASKED = 16  # towers that are all asked for their stacks
+_FEW = 16  # towers that are all asked for their stacks, and that all look for themselves
 _FRAMES = 12  # the innermost frames of a stack
 _HEAD_START = 3.0  # seconds by which waiting towers report later than others if a step takes too long
 
@@ -237,7 +237,7 @@ class Heartbeat:
         """
         self._refresh([tower for tower in towers if self._record.of_peer(tower) is None])
         peers = self._peers(towers)
-        many = len(towers) > _ALL_ASKED
+        many = len(towers) > _FEW
         asked = [p.tower for p in peers if stacks and p.lives and (not many or self._may_explain(p, explains))]
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
@@ -245,6 +245,35 @@ class Heartbeat:
             dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, ""), asked=peer.tower in asked)
             for peer in peers
         ]
+
+    def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str] | None:
+        """Returns the result of ``compute`` on the first of many towers with the same question.
+
+        The others wait for it, because a thousand towers that all read a thousand heartbeats would occupy the store.
+        Few towers compute it themselves.
+
+        Returns:
+            None: the first tower has not answered in time, or the store has ended.
+        """
+        if len(self._towers) <= _FEW:
+            return compute()
+        if (place := in_time(_STORE_SECONDS, lambda: self._store.add(f"asks {question}", 1))) is None:
+            return None
+        name = f"found {question}"
+        if place == 1:
+            found = compute()
+            in_time(_STORE_SECONDS, lambda: self._store.write(name, {"found": found}))
+            return found
+        messages: list[Message] = []
+
+        def has_arrived() -> bool:
+            if (message := self._store.read(name)) is not None:
+                messages.append(message)
+            return bool(messages)
+
+        seconds = _LONGEST + self._late + 2 * _STORE_SECONDS
+        in_time(seconds, lambda: wait_until(has_arrived, seconds, pause=self._interval / 2))
+        return messages[0]["found"] if messages else None
 
     def _may_explain(self, peer: PeerStatus, explains: Callable[[Status], bool]) -> bool:
         record = self._record.of_peer(peer.tower)
@@ -371,8 +400,8 @@ def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, 
 
 def _end_late(health: Health, tower: int, seconds: float, *, waits: bool) -> None:
     trace = f"Stack (most recent call last):\n{main_stack()}\n"
-    others = in_other_calls(health, stacks=waits)
-    listing = f"; {listed(others)}" if others else ""
+    others, _ = in_other_calls(health, stacks=waits)
+    listing = f"; {others}" if others else ""
     failure.leave_report(
         StepTimeoutError(
             f"tower {tower} has been in one run for {seconds:.0f} s, {health.status}{listing} "

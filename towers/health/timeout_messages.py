@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from towers.errors import CollectiveTimeoutError, PeerLostError, collective_timeout
-from towers.health.status import Health, PeerStatus, Status
+from towers.health.status import Health, Peers, PeerStatus, Status
+from towers.system.messages import digest_of
 
 _SHOWN = 4  # the largest number of towers that a message lists
 
@@ -19,39 +20,50 @@ def timeout_error(health: Health, tower: int, seconds: float, awaited: int | Non
     name = "the other towers" if awaited is None else f"tower {awaited}"
     if health.heartbeat is None:
         return collective_timeout(tower, seconds, name)
-    peers = in_other_calls(health)  # the awaited tower may itself wait for one of these
-    if not peers and awaited is not None:
-        peers = health.heartbeat.query([awaited], stacks=True)
-    return collective_timeout(tower, seconds, name, str(health.status), listed(peers), stacks(peers))
+    activity, stacks = in_other_calls(health)  # the awaited tower may itself wait for one of these
+    if not activity and awaited is not None:
+        activity, stacks = _in_words(health.heartbeat.query([awaited], stacks=True))
+    return collective_timeout(tower, seconds, name, str(health.status), activity, stacks)
 
 
-def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
-    """Returns the towers that are in another call than this one, or are gone.
+def in_other_calls(health: Health, *, stacks: bool = True) -> tuple[str, str]:
+    """Returns the activity and the stacks of towers that are in another call than this one, or are gone.
 
     Args:
         stacks: whether to query their stacks, which takes seconds.
     """
-    if health.heartbeat is None:
-        return []
     own = health.status
 
     def is_here(other: Status) -> bool:
         return (other.run, other.phase, other.call) == (own.run, own.phase, own.call)
 
-    others = health.heartbeat.others()
-    peers = health.heartbeat.query(others, stacks=stacks, explains=lambda status: not is_here(status))
-    return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
+    def look(others: Peers) -> list[PeerStatus]:
+        peers = others.query(others.others(), stacks=stacks, explains=lambda status: not is_here(status))
+        return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
+
+    return _found_by_one(health, digest_of([own.run, own.phase, own.call, stacks]), look)
 
 
 def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostError:
     """Returns the error of ``tower``, which has lost its connection to some other tower."""
-    silent: list[PeerStatus] = []
-    if health.heartbeat is not None:
-        peers = health.heartbeat.query(health.heartbeat.others(), stacks=True, explains=lambda status: False)
-        silent = [peer for peer in peers if not peer.lives or (peer.asked and not peer.stack)]
+
+    def look(others: Peers) -> list[PeerStatus]:
+        peers = others.query(others.others(), stacks=True, explains=lambda status: False)
+        return [peer for peer in peers if not peer.lives or (peer.asked and not peer.stack)]
+
+    silent, _ = _found_by_one(health, "lost", look)
     reason = (str(error).splitlines() or [""])[0]
-    listing = f"; {listed(silent)}" if silent else ""
+    listing = f"; {silent}" if silent else ""
     return PeerLostError(f"tower {tower} lost its connection to another tower in a collective ({reason}){listing}")
+
+
+def _found_by_one(health: Health, question: str, look: Callable[[Peers], list[PeerStatus]]) -> tuple[str, str]:
+    """Returns what ``look`` finds, in words. Of many towers with the same question, one looks for all."""
+    others = health.heartbeat
+    if others is None:
+        return "", ""
+    activity, stacks = others.first_result(question, lambda: list(_in_words(look(others)))) or ("", "")
+    return activity, stacks
 
 
 def last_seen(health: Health, towers: Sequence[int]) -> str:
@@ -62,12 +74,8 @@ def last_seen(health: Health, towers: Sequence[int]) -> str:
     return "".join(f"; tower {peer.tower} was last seen {peer.status}" for peer in peers[:_SHOWN] if peer.status)
 
 
-def listed(peers: Sequence[PeerStatus]) -> str:
-    """Returns the activity of towers, as part of a sentence."""
+def _in_words(peers: Sequence[PeerStatus]) -> tuple[str, str]:
+    """Returns the activity of towers, as part of a sentence, and the stacks of those that have answered."""
     more = [f"and {len(peers) - _SHOWN} more"] if len(peers) > _SHOWN else []
-    return "; ".join([*map(str, peers[:_SHOWN]), *more])
-
-
-def stacks(peers: Sequence[PeerStatus]) -> str:
-    """Returns the stacks of towers that have answered."""
-    return "\n".join(f"tower {p.tower}, most recent call last:\n{p.stack}" for p in peers[:_SHOWN] if p.stack)
+    stacks = [f"tower {p.tower}, most recent call last:\n{p.stack}" for p in peers[:_SHOWN] if p.stack]
+    return "; ".join([*map(str, peers[:_SHOWN]), *more]), "\n".join(stacks)
