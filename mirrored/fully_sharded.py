@@ -84,8 +84,19 @@ def shard(
             sharded: Any = fully_shard(unit.module, **options)
             sharded.set_custom_all_gather(_Gather(communicator))
             sharded.set_custom_reduce_scatter(_ReduceScatter(communicator))
+    model.register_load_state_dict_pre_hook(_take_parts)
     engine.add_sharded(model, originals)
     _communicators[model] = weakref.ref(strategy.communicator)
+
+
+def _take_parts(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets ``load_state_dict`` take whole tensors, of which each tower keeps its part."""
+    from mirrored.checkpoint.shards import part_of  # it is slow to import
+
+    for name, place in model.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(place, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            state[prefix + name] = part_of(value, place)
 
 
 def communicator_of(model: nn.Module) -> Communicator:

@@ -44,6 +44,7 @@ from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from towers.sharding.optimizer import OptimizerSharder
 from towers.system import tree as trees
+from towers.system.tensors import is_dtensor, whole
 
 try:
     import accelerate.state
@@ -197,6 +198,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         self._means = list(_MEANS)  # those that are possible
         self._weight = 1.0  # of the loss of the running step
         self._share: Share | None = None  # of the batch of the running step
+        self._weights: dict[str, Tensor] | None = None  # to save, if the model is sharded
         _take_place(given, strategy)
         super().__init__(*args, **kwargs)
         self.add_callback(_EndOfStep(strategy))
@@ -206,6 +208,9 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _mirror(self, model: Any) -> None:
         self.strategy.mirror(model)
         self.strategy.engine.mirror_pending()  # the first step of an optimizer starts outside of run
+        if any(map(is_dtensor, model.parameters())):
+            # Trainer knows by its name that a model shifts its labels, and torch has put "FSDP" in front of it.
+            model._get_name = functools.partial(str, type(model).__name__.removeprefix("FSDP"))
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -300,8 +305,9 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         labels = inputs.get("labels")
         own = [float(_MEANS[name](labels, share.local)) if share.local else 0.0 for name in self._means]
         votes = [float(is_chief)] * len(own)
-        if is_chief and len(own) > 1 and _are_of_entries(labels):
-            votes = self._votes(model, inputs, num_items_in_batch)
+        if (is_chief or self._is_sharded) and len(own) > 1 and _are_of_entries(labels):
+            of_this_batch = self._votes(model, inputs, num_items_in_batch)  # a forward gathers sharded parameters
+            votes = of_this_batch if is_chief else votes
         totals = self._sum(torch.tensor([*own, *votes])).tolist()
         possible = [place for place in range(len(own)) if totals[len(own) + place]]
         if not possible:
@@ -317,15 +323,15 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         """Returns for each possible mean whether the loss may be it; see [Note: the weight of a tower's loss]."""
         counts = inputs["labels"].ne(-100).flatten(1).sum(1)
         at = int(counts.argmax())
-        if (count := int(counts[at])) < _ENOUGH:
-            return [1.0] * len(self._means)
-        size = inputs["labels"].shape[0]
+        count, size = int(counts[at]), inputs["labels"].shape[0]
         one = {name: value[at : at + 1] if _is_of(value, size) else value for name, value in inputs.items()}
         entries = torch.nonzero(one["labels"].flatten() != -100).flatten()
         fewer = one["labels"].flatten().index_fill(0, entries[count // 2 :], -100).view_as(one["labels"])
         masked = {**one, "labels": fewer}
         both = {name: torch.cat([value, masked[name]]) if _is_of(value, 1) else value for name, value in one.items()}
         of_both, of_one, of_masked = self._losses(model, [(batch, items) for batch in (both, one, masked)])
+        if count < _ENOUGH:
+            return [1.0] * len(self._means)
         limit = self._tolerance * max(abs(of_one), abs(of_masked))
         shares = [(_MEANS[name](one["labels"], 1), _MEANS[name](fewer, 1)) for name in self._means]
         return [float(abs((a * of_one + b * of_masked) / (a + b) - of_both) <= limit) for a, b in shares]
@@ -389,6 +395,33 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
+    @property
+    def _is_sharded(self) -> bool:
+        return any(map(is_dtensor, self.model.parameters()))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model as ``transformers`` does. All towers call it."""
+        if self._is_sharded:
+            state, known = self.model.state_dict(keep_vars=True), dict[int, Tensor]()
+            for value in state.values():  # tied weights recur
+                if id(value) not in known:
+                    known[id(value)] = self._whole(value)
+            self._weights = {name: known[id(value)] for name, value in state.items()}
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._weights = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._weights if state_dict is None else state_dict)
+
+    def _whole(self, value: Any) -> Any:
+        """Returns a tensor as a whole on the tower that saves. All towers call it."""
+        if not isinstance(value, Tensor):
+            return value
+        gathered = whole(value.detach())
+        return gathered.cpu() if self.args.should_save else torch.empty(0, device="cpu")
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         self.strategy.barrier()  # other towers may load it
@@ -401,7 +434,25 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             and not engine.one_tower_reads_state
         ):
             self.optimizer.state_dict()  # the chief's call is a collective
-        super()._save_optimizer_and_scheduler(output_dir)
+        with contextlib.ExitStack() as stack:
+            if self._is_sharded:
+                state = trees.map_leaves(self._whole, self._torch_optimizer.state_dict())
+                hook = self._torch_optimizer.register_state_dict_post_hook(lambda *_: state)
+                stack.callback(hook.remove)
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._is_sharded:
+                hook = self._torch_optimizer.register_load_state_dict_pre_hook(_in_parts)
+                stack.callback(hook.remove)
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @property
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without the wrapper of ``accelerate``."""
+        found: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", None) or self.optimizer
+        return found
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the random numbers that are equal on all towers, and those of each tower: dropout continues."""
@@ -424,6 +475,23 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             self.strategy.streams.load_state_dict(states[self.strategy.topology.index])
         else:
             self.strategy.streams.restart(f"resumed at step {self.state.global_step}")
+
+
+def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of an optimizer of whole parameters, for their parts on this tower."""
+    from mirrored.checkpoint.shards import part_of  # it is slow to import
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def entry(parameter: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: part_of(value, parameter)
+            if is_dtensor(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape
+            else value
+            for name, value in values.items()
+        }
+
+    return {**state, "state": {index: entry(parameters[index], values) for index, values in state["state"].items()}}
 
 
 def _is_of(value: Any, examples: int) -> bool:

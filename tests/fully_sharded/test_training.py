@@ -424,6 +424,27 @@ def _convert() -> list[torch.dtype]:
     return [p.grad.dtype for p in model.parameters()]
 
 
+def loaded(strategy: mirrored.Strategy) -> tuple[list[str], list[str], str, str]:
+    """Names of values that differ after loading whole tensors and sharded ones, and the errors of wrong ones."""
+    model = strategy.shard(seeded(Tied), [Block])
+    wanted = {name: torch.full_like(value, 0.5) for name, value in Tied().state_dict().items()}
+    model.load_state_dict(wanted)
+    whole_ones = [name for name, value in model.state_dict().items() if not whole(value).equal(wanted[name])]
+    other = strategy.shard(seeded(Tied), [Block])
+    other.load_state_dict(model.state_dict())
+    sharded_ones = [name for name, value in other.state_dict().items() if not whole(value).equal(wanted[name])]
+    state = {**wanted, "head.weight": torch.ones(5, 5), "embedding.weight": torch.ones(5, 5)}
+    missing = {name: value for name, value in wanted.items() if name != "blocks.1.wide.bias"}
+    return whole_ones, sharded_ones, *(text_of(RuntimeError, model.load_state_dict, s) for s in (state, missing))
+
+
+def test_a_sharded_model_loads_whole_tensors() -> None:
+    for whole_ones, sharded_ones, shape, missing in towers(loaded, count=3):
+        assert (whole_ones, sharded_ones) == ([], [])
+        assert "size mismatch for embedding.weight" in shape
+        assert 'Missing key(s) in state_dict: "blocks.1.wide.bias"' in missing
+
+
 def test_a_sharded_model_is_converted() -> None:
     assert launch(_convert) == [[torch.float64] * 4] * 2
 

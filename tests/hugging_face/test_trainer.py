@@ -64,13 +64,33 @@ def test_with_other_strategies(one: Results, tmp_path: pathlib.Path, settings: S
         assert_close(found, one)
 
 
-@pytest.mark.parametrize("towers", [2, 3])
-def test_trl_has_the_numbers_of_one_device(tmp_path: pathlib.Path, towers: int) -> None:
+@pytest.mark.parametrize(("towers", "hosts"), [(2, ""), (3, ""), (4, "aabb")])
+def test_sharded_models_have_the_numbers_of_one_device(
+    one: Results, tmp_path: pathlib.Path, towers: int, hosts: str
+) -> None:
+    from tests.hugging_face import trainings
+
+    for found in launch(trainings.sharded, str(tmp_path), hosts, count=towers):
+        assert_close(found, one)
+
+
+def test_checkpoints_of_sharded_models_are_those_of_one_device(tmp_path: pathlib.Path) -> None:
+    from tests.hugging_face import trainings
+
+    expected, *_ = launch(trainings.resumed_by, str(tmp_path / "one"), None, False, count=1)
+    for resumed_at, shard, towers in ((None, True, 3), (3, True, 2), (6, False, 2), (9, True, 3), (9, False, 1)):
+        for found in launch(trainings.resumed_by, str(tmp_path / "sharded"), resumed_at, shard, count=towers):
+            for name, value in expected.items():
+                np.testing.assert_allclose(found[name], value, rtol=0, atol=CLOSE, err_msg=name)
+
+
+@pytest.mark.parametrize(("towers", "shards"), [(2, False), (3, False), (2, True)])
+def test_trl_has_the_numbers_of_one_device(tmp_path: pathlib.Path, towers: int, shards: bool) -> None:
     pytest.importorskip("trl", reason="scripts/test --extras has it")
     from tests.hugging_face import trainings
 
     (expected, weights), *_ = launch(trainings.fine_tuned, str(tmp_path), True, count=1)
-    history, found = launch(trainings.fine_tuned, str(tmp_path), False, count=towers)[0]
+    history, found = launch(trainings.fine_tuned, str(tmp_path), False, shards, count=towers)[0]
     assert len(history) == len(expected)
     for entry, wanted in zip(history, expected, strict=True):
         assert entry == pytest.approx(wanted, abs=CLOSE)
@@ -84,7 +104,7 @@ def test_private_names_exist() -> None:
     from accelerate.state import PartialState
 
     methods = ["_get_dataloader", "_get_num_items_in_batch", "_save_checkpoint", "_save_rng_state"]
-    methods.append("_load_rng_state")
+    methods += ["_load_rng_state", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"]
     assert all(callable(getattr(transformers.Trainer, name)) for name in methods)
     assert callable(vars(transformers.trainer)["skip_first_batches"])
     arguments = transformers.TrainingArguments("results", report_to=[])

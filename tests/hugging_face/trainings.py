@@ -28,6 +28,7 @@ from transformers import (
 import mirrored
 import mirrored.transformers
 from tests.support.jobs import Settings, strategy_of
+from towers.system.tensors import whole
 
 WORDS = ["[PAD]", "one", "two", "three", "four", "five", "six", "seven"]
 TEXTS = [" ".join(WORDS[1 : 3 + (i * 5) % 7]) for i in range(18)]
@@ -176,8 +177,8 @@ CASES: dict[str, Callable[[type, str], Any]] = {
 }
 
 
-def fine_tuned(folder: str, alone: bool) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    """The logs and the weights of TRL's SFTTrainer; ``alone``: without ``mirrored``."""
+def fine_tuned(folder: str, alone: bool, shards: bool = False) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """The logs and the weights of TRL's SFTTrainer; ``alone``: without ``mirrored``; ``shards``: of a sharded model."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -188,15 +189,15 @@ def fine_tuned(folder: str, alone: bool) -> tuple[list[dict[str, float]], dict[s
     options = vars(arguments(folder, eval_strategy="no", bf16=False))
     names = ("per_device_train_batch_size", "num_train_epochs", "logging_steps", "report_to", "learning_rate")
     config = SFTConfig(folder, **{name: options[name] for name in names}, bf16=False, disable_tqdm=True, max_length=16)
-    trainer = (SFTTrainer if alone else OnTowers)(
-        model=language_model(),
+    strategy = None if alone else mirrored.MirroredStrategy(seed=0)
+    trainer: Any = (SFTTrainer if strategy is None else functools.partial(OnTowers, strategy=strategy))(
+        model=strategy.shard(language_model()) if strategy is not None and shards else language_model(),
         args=config,
         train_dataset=Dataset.from_list([{"input_ids": words(text)["input_ids"]} for text in TEXTS]),
         processing_class=words,
     )
     trainer.train()
-    found = seen_logs(trainer)
-    return found, {name: value.detach().numpy() for name, value in trainer.model.named_parameters()}
+    return seen_logs(trainer), weights_of(trainer)
 
 
 def seen_logs(trainer: Any) -> list[dict[str, float]]:
@@ -210,13 +211,17 @@ def seen(trainer: Any) -> dict[str, Any]:
     """The logs, the weights and the predictions of a trainer."""
     history = seen_logs(trainer)
     predicted = trainer.predict(trainer.eval_dataset)
-    weights = {name: value.detach().numpy() for name, value in trainer.model.named_parameters()}
+    weights = weights_of(trainer)
     return {
         "history": history,
         "weights": weights,
         "labels": predicted.label_ids,
         "loss": predicted.metrics["test_loss"],
     }
+
+
+def weights_of(trainer: Any) -> dict[str, np.ndarray]:
+    return {name: whole(value.detach()).numpy() for name, value in trainer.model.named_parameters()}
 
 
 def run_all(folder: str, alone: bool) -> dict[str, dict[str, Any]]:
@@ -241,6 +246,34 @@ def with_strategy(folder: str, settings: Settings, hosts: str) -> dict[str, dict
         trainer.train()
         results[name] = seen(trainer)
     return results
+
+
+def sharded(folder: str, hosts: str) -> dict[str, dict[str, Any]]:
+    """The results of some cases with a sharded model; with a host for each tower."""
+    if hosts:
+        os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    strategy = mirrored.MirroredStrategy(seed=0)
+
+    def kind(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return mirrored.transformers.Trainer(strategy.shard(model), *args, strategy=strategy, **kwargs)
+
+    results = {}
+    for name in ("language", "accumulated", "own_loss", "adapters", "classifier"):
+        trainer = CASES[name](kind, f"{folder}/{name}")  # type: ignore[arg-type]
+        trainer.train()
+        results[name] = seen(trainer)
+    return results
+
+
+def resumed_by(folder: str, step: int | None, shard: bool) -> dict[str, np.ndarray]:
+    """The weights of a run that saves every three steps, and resumes from the checkpoint of ``step``, if it has one."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    kind: Any = functools.partial(mirrored.transformers.Trainer, strategy=strategy)
+    model = strategy.shard(language_model()) if shard else language_model()
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, "eval_strategy": "no"}
+    trainer = of_language_model(kind, folder, model, **options)
+    trainer.train(None if step is None else f"{folder}/checkpoint-{step}")
+    return weights_of(trainer)
 
 
 def resumed(folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[str]]:
