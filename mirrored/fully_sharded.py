@@ -1,7 +1,8 @@
 """Models whose parameters, gradients and optimizer states are sharded over the towers, by torch's ``fully_shard``.
 
-A model is divided into units, such as the blocks of a transformer, and the rest. A tower holds a part of each unit's
-parameters, and the whole unit only while it computes with it. Between hosts, the parts are replicated.
+A model is divided into units, such as the blocks of a transformer, and the rest. A tower stores a part of each unit,
+and gathers the whole unit for its computation. The outermost unit stays whole from forward to backward. By default,
+hosts with the same number of towers hold the same parts.
 
 [Note: one unit at a time] A model on the ``meta`` device is initialised unit by unit, by the ``reset_parameters`` of
 its layers or the method of a model of Hugging Face. Each unit is sharded before the next one is initialised, so a tower
@@ -9,14 +10,15 @@ never holds the whole model. All towers draw the same random numbers outside of 
 number of towers.
 
 [Note: the gradients of sharded parameters] torch reduces them in backward: the mean over the towers of losses that
-``compute_average_loss`` has scaled for a mean. So the averager does not know these parameters. Their gradients exist
-only after that reduction, and need no guard. Every tower has other values, so the mirror check compares hosts that
-replicate them, and the number of steps.
+``compute_average_loss`` has scaled for a mean. The averager does not process these parameters. Their gradients exist
+only after that reduction, and need no guard. Their values differ between the towers of a host, so the mirror check
+compares hosts with equal parts, and the numbers of steps.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.process_group import ProcessGroupCommunicator, communicator_over, forming
 from towers.errors import MirrorError
@@ -59,11 +62,8 @@ def shard(
     engine = strategy.engine
     _check(engine, model)
     groups = [_Unit(name or type(model).__name__, unit) for name, unit in _units(model, units)]
-    if all(unit.module is not model for unit in groups):
-        groups.append(_Unit(type(model).__name__, model))
-    for number, unit in enumerate(groups):
-        for other in groups[:number]:  # the inner ones are first
-            unit.leave_out(other)
+    groups = _with_own_weights(model, groups, are_given=units is not None)
+    for unit in groups:
         unit.check()
     originals = dict(model.named_parameters())
     engine.forget(model)
@@ -153,11 +153,12 @@ def _units(model: nn.Module, units: Sequence[Unit] | None) -> list[tuple[str, nn
     Raises:
         ValueError: a unit matches no module of the model.
     """
-    if units is None:
-        units = sorted(getattr(model, "_no_split_modules", None) or ())  # Hugging Face names them
+    kinds = {type(layer) for layer in model.modules()}
+    if units is None:  # Hugging Face names them, also those of other parts of a family of models
+        names = sorted(getattr(model, "_no_split_modules", None) or ())
+        units = [name for name in names if any(_is(kind, name) for kind in kinds)]
     elif isinstance(units, (str, type)):
         units = [units]
-    kinds = {type(layer) for layer in model.modules()}
     for unit in units:
         if not any(_is(kind, unit) for kind in kinds):
             name = unit if isinstance(unit, str) else unit.__name__
@@ -165,6 +166,37 @@ def _units(model: nn.Module, units: Sequence[Unit] | None) -> list[tuple[str, nn
             raise ValueError(f"units={name} matches no module of {type(model).__name__}, which has {there}")
     found = [(name, layer) for name, layer in model.named_modules() if any(_is(type(layer), unit) for unit in units)]
     return found[::-1]
+
+
+def _with_own_weights(model: nn.Module, units: list[_Unit], *, are_given: bool) -> list[_Unit]:
+    """Returns the units of a model, with the outermost one, each with its own layers and no weight of another unit.
+
+    Args:
+        units: the innermost first. They are changed.
+        are_given: whether the script has chosen them. Others that share a weight become part of the unit around them.
+
+    Raises:
+        ValueError: two units share a weight, which torch must gather with one of them.
+    """
+    if all(unit.module is not model for unit in units):
+        units = [*units, _Unit(type(model).__name__, model)]
+    for number, unit in enumerate(units):
+        for other in units[:number]:  # the inner ones are first
+            unit.leave_out(other)
+    owners: dict[int, _Unit] = {}
+    for unit in units:
+        for path, _, name, tensor in unit.tensors():
+            owner = owners.setdefault(id(tensor), unit)
+            if owner is unit or not isinstance(tensor, nn.Parameter):
+                continue
+            if are_given:
+                raise ValueError(
+                    f"{'.'.join(filter(None, (unit.name, path, name)))} is also a weight of the unit {owner.name}: "
+                    f"leave {type(owner.module).__name__} out of units, or choose units that contain both"
+                )
+            rest = [_Unit(other.name, other.module) for other in units if other is not owner]
+            return _with_own_weights(model, rest, are_given=False)
+    return units
 
 
 def _is(kind: type, unit: Unit) -> bool:
@@ -176,11 +208,11 @@ def _meshes(strategy: Any, replicate_across_hosts: bool) -> tuple[DeviceMesh, Pr
     meshes = strategy.engine.meshes
     if replicate_across_hosts not in meshes:
         device, topology = strategy.device, strategy.topology
-        hosts, rest = divmod(topology.size, topology.local_size)
+        local_sizes = set(announce(strategy.communicator, "shards a model", topology.local_size))
         sizes: tuple[int, ...] = (topology.size,)
         names: tuple[str, ...] = ("shard",)
-        if replicate_across_hosts and hosts > 1 and not rest:
-            sizes, names = (hosts, topology.local_size), ("replicate", "shard")
+        if replicate_across_hosts and len(local_sizes) == 1 and topology.local_size < topology.size:
+            sizes, names = (topology.size // topology.local_size, topology.local_size), ("replicate", "shard")
         with forming(dist.get_backend()):
             mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         over = communicator_over(mesh.get_group("shard"), strategy.communicator, strategy.engine.timeout)
@@ -214,6 +246,41 @@ class _ReduceScatter(_Allocates):
         return self._communicator.reduce_parts(output_tensor, input_tensor, op, AVERAGING, async_op=async_op)
 
 
+def _receives_values(layer: nn.Module, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> bool:
+    """Gives values to the tensors of a layer, and returns whether each tensor received some.
+
+    Before, numbers are filled with a value that none has. Every value of other tensors is possible, so the layer is
+    initialised twice, after different values.
+    """
+    tensors = (*own_parameters(layer).values(), *own_buffers(layer).values())
+    own = [tensor.detach() for tensor in tensors if tensor is not None]
+    impossible = [_impossible(tensor.dtype) for tensor in own]
+    initialise = initialise or (lambda layer: getattr(layer, "reset_parameters", lambda: None)())
+
+    def give_values(other: bool) -> list[Tensor]:
+        for tensor, value in zip(own, impossible, strict=True):
+            tensor.fill_(other if value is None else value)
+        initialise(layer)
+        return [tensor.clone() for tensor, value in zip(own, impossible, strict=True) if value is None]
+
+    first: list[Tensor] = []
+    if None in impossible:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            first = give_values(True)
+    second = give_values(False)
+    if any(not torch.equal(one, other) for one, other in zip(first, second, strict=True)):
+        return False
+    numbers = [(tensor, value) for tensor, value in zip(own, impossible, strict=True) if value is not None]
+    return not any(bool((tensor.isnan() if value != value else tensor == value).any()) for tensor, value in numbers)
+
+
+def _impossible(dtype: torch.dtype) -> float | None:
+    """Returns a value that no tensor of a model has, or None if there is none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return torch.iinfo(dtype).min if dtype.is_signed else None
+
+
 class _Unit:
     """A module whose parameters are gathered together, except those of units inside it."""
 
@@ -227,7 +294,7 @@ class _Unit:
             for key in inner._layers:
                 self._layers.pop(key, None)
 
-    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
         """Yields the tensors of the unit's own layers: path, layer, name, tensor. Tied weights recur."""
         for path, layer in self._layers.values():
             for name, tensor in (*own_parameters(layer).items(), *own_buffers(layer).items()):
@@ -240,7 +307,7 @@ class _Unit:
         Raises:
             ValueError: its parameters have several dtypes.
         """
-        parameters = ((path, name, t.dtype) for path, _, name, t in self._tensors() if isinstance(t, nn.Parameter))
+        parameters = ((path, name, t.dtype) for path, _, name, t in self.tensors() if isinstance(t, nn.Parameter))
         kinds = {kind: f"{path}.{name}".strip(".") for path, name, kind in parameters}
         if len(kinds) > 1:
             examples = " and ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in kinds.items())
@@ -259,7 +326,7 @@ class _Unit:
             ValueError: a layer on ``meta`` receives no values.
         """
         on_meta: dict[int, list[tuple[nn.Module, str]]] = {}
-        for _, layer, name, tensor in self._tensors():
+        for _, layer, name, tensor in self.tensors():
             if tensor.is_meta:
                 on_meta.setdefault(id(tensor), []).append((layer, name))
         waiting = {id(layer) for places in on_meta.values() for layer, _ in places}
@@ -268,15 +335,7 @@ class _Unit:
                 move_own(layer, device)
                 continue
             layer.to_empty(device=device, recurse=False)
-            tensors = *own_parameters(layer).values(), *own_buffers(layer).values()
-            own = [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
-            for tensor in own:
-                tensor.detach().fill_(torch.nan)
-            if initialise is not None:
-                initialise(layer)
-            elif hasattr(layer, "reset_parameters"):
-                layer.reset_parameters()
-            if any(bool(tensor.isnan().any()) for tensor in own):
+            if not _receives_values(layer, device, initialise):
                 raise ValueError(
                     f"{path or self.name} ({type(layer).__name__}) has tensors on the meta device, but no "
                     "reset_parameters() that gives them values: define it, or create the model on a real device"
@@ -288,7 +347,7 @@ class _Unit:
     def named_tensors(self) -> list[Named]:
         """Returns the unit's own tensors."""
         found: dict[int, Named] = {}
-        for path, _, name, tensor in self._tensors():
+        for path, _, name, tensor in self.tensors():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             full = ".".join(filter(None, (self.name, path, name)))
             if not isinstance(tensor, DTensor):  # a weight that an inner unit has, too

@@ -16,10 +16,10 @@ in the same way.
 [Note: the weight of a tower's loss] ``Trainer`` passes ``num_items_in_batch``, the number of labels of all batches of a
 step, to models and loss functions. Some divide the sum of their losses by it, and the losses of the towers add up.
 Others ignore it and return a mean: over examples, over labels that are not -100, or over those after the first of each
-text. The towers' losses are then weighted by these numbers. In the first step, tower 0 computes some losses in
-evaluation mode, without gradients, to determine the kind of loss. Twice the number of items halves a sum. Otherwise,
-tower 0 uses an example and a copy with fewer labels: the mean of their losses is the loss of both only with the right
-weights.
+text. The towers' losses are then weighted by these numbers. In the first steps, the kind of loss is determined with
+losses in evaluation mode, without gradients. If twice the number of items halves the loss, it is divided by that
+number. For other losses, tower 0 repeats an example, which must not change a mean. The loss of two examples, or of a
+text and a copy with fewer labels, must be the mean of their losses with the right weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any
 
 import torch
@@ -83,6 +85,22 @@ _MEANS: dict[str, Callable[[Any, int], int]] = {
     "examples": lambda labels, examples: examples,
 }
 """The numbers over which a mean is taken, from the labels of a share and its number of examples."""
+
+
+def _two_examples(labels: Any, examples: int) -> tuple[int, int, bool]:
+    """Returns the positions of two examples, and whether their losses distinguish the possible means.
+
+    For labels of entries, it is the text with the most labels, which must have enough of them.
+    """
+    if _are_of_entries(labels):
+        counts = labels.ne(-100).flatten(1).sum(1)
+        at = int(counts.argmax())
+        return at, at, int(counts[at]) >= _ENOUGH
+    if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point():
+        others = torch.nonzero(labels != labels[0])  # weights of classes show with different ones
+        return 0, int(others[0]) if len(others) else 0, len(others) > 0
+    return 0, 1 % examples, examples > 1
+
 
 _ENOUGH = 4  # labels of an example, so that the weights of the means differ
 _RANDOM_STATES = "mirrored_random_states.json"
@@ -183,8 +201,11 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, strategy: Strategy | None = None, **kwargs: Any) -> None:
         given = kwargs["args"] if "args" in kwargs else args[1] if len(args) > 1 else None
         if given is None:
-            given = kwargs["args"] = transformers.TrainingArguments("tmp_trainer")
-            args = (args[0], *args[2:]) if len(args) > 1 else args
+            given = transformers.TrainingArguments("tmp_trainer")
+            if len(args) > 1:
+                args = (args[0], given, *args[2:])
+            else:
+                kwargs["args"] = given
         self.strategy = strategy = strategy or MultiWorkerMirroredStrategy(seed=given.seed)
         if strategy.virtual_towers is not None or strategy.engine.local is not None:
             raise ValueError(
@@ -196,6 +217,8 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             _check_settings(given)
         self._adds_up: bool | None = None  # see [Note: the weight of a tower's loss]
         self._means = list(_MEANS)  # those that are possible
+        self._settled = False  # whether the loss was found to be one of them
+        self._repeats = False  # whether a repeated example does not change the loss
         self._weight = 1.0  # of the loss of the running step
         self._share: Share | None = None  # of the batch of the running step
         self._weights: dict[str, Tensor] | None = None  # to save, if the model is sharded
@@ -209,7 +232,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         self.strategy.mirror(model)
         self.strategy.engine.mirror_pending()  # the first step of an optimizer starts outside of run
         if any(map(is_dtensor, model.parameters())):
-            # Trainer knows by its name that a model shifts its labels, and torch has put "FSDP" in front of it.
+            # Trainer reads from the name of a model's class whether it shifts its labels. torch has prefixed the name.
             model._get_name = functools.partial(str, type(model).__name__.removeprefix("FSDP"))
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -295,20 +318,19 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         Raises:
             ValueError: on all towers: the loss is not a mean that is known.
         """
-        is_chief = self.strategy.is_chief
         if num_items_in_batch is not None and self._adds_up is None:
-            one, other = self._losses(model, [(inputs, num_items_in_batch), (inputs, 2 * num_items_in_batch)])
-            adds_up = is_chief and abs(other - one / 2) <= self._tolerance * abs(one)
-            self._adds_up = bool(self._sum(torch.tensor(float(adds_up))))
+            self._adds_up = self._is_divided(model, inputs, num_items_in_batch)
         if self._adds_up:
             return 1.0 if share.local else 0.0
         labels = inputs.get("labels")
         own = [float(_MEANS[name](labels, share.local)) if share.local else 0.0 for name in self._means]
-        votes = [float(is_chief)] * len(own)
-        if (is_chief or self._is_sharded) and len(own) > 1 and _are_of_entries(labels):
-            of_this_batch = self._votes(model, inputs, num_items_in_batch)  # a forward gathers sharded parameters
-            votes = of_this_batch if is_chief else votes
-        totals = self._sum(torch.tensor([*own, *votes])).tolist()
+        votes, settles = [1.0] * len(own), True
+        if not self._settled and (self.strategy.is_chief or self._is_sharded):  # a forward gathers sharded parameters
+            votes, settles = self._votes(model, inputs, num_items_in_batch, max(share.local, 1))
+        if not self.strategy.is_chief:
+            votes, settles = [0.0] * len(own), False
+        *totals, settled = self._sum(torch.tensor([*own, *votes, float(settles)])).tolist()
+        self._settled = bool(settled)
         possible = [place for place in range(len(own)) if totals[len(own) + place]]
         if not possible:
             raise ValueError(
@@ -319,22 +341,50 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         first = possible[0]
         return own[first] / totals[first] if totals[first] else 0.0
 
-    def _votes(self, model: Any, inputs: Any, items: Any) -> list[float]:
-        """Returns for each possible mean whether the loss may be it; see [Note: the weight of a tower's loss]."""
-        counts = inputs["labels"].ne(-100).flatten(1).sum(1)
-        at = int(counts.argmax())
-        count, size = int(counts[at]), inputs["labels"].shape[0]
-        one = {name: value[at : at + 1] if _is_of(value, size) else value for name, value in inputs.items()}
-        entries = torch.nonzero(one["labels"].flatten() != -100).flatten()
-        fewer = one["labels"].flatten().index_fill(0, entries[count // 2 :], -100).view_as(one["labels"])
-        masked = {**one, "labels": fewer}
-        both = {name: torch.cat([value, masked[name]]) if _is_of(value, 1) else value for name, value in one.items()}
-        of_both, of_one, of_masked = self._losses(model, [(batch, items) for batch in (both, one, masked)])
-        if count < _ENOUGH:
-            return [1.0] * len(self._means)
-        limit = self._tolerance * max(abs(of_one), abs(of_masked))
-        shares = [(_MEANS[name](one["labels"], 1), _MEANS[name](fewer, 1)) for name in self._means]
-        return [float(abs((a * of_one + b * of_masked) / (a + b) - of_both) <= limit) for a, b in shares]
+    def _is_divided(self, model: Any, inputs: Any, items: Any) -> bool | None:
+        """Returns whether the loss is divided by the number of items. None: it is 0 or not finite on all towers."""
+        one, half = self._losses(model, [(inputs, items), (inputs, 2 * items)])
+        tells = math.isfinite(one) and one != 0
+        is_half = tells and abs(half - one / 2) <= self._tolerance * abs(one)
+        telling, halved = self._sum(torch.tensor([float(tells), float(is_half)])).tolist()
+        return halved == telling if telling else None
+
+    def _votes(self, model: Any, inputs: Any, items: Any, examples: int) -> tuple[list[float], bool]:
+        """Returns for each possible mean whether the loss may be it, and whether no further test is needed.
+
+        See [Note: the weight of a tower's loss].
+        """
+        labels, yes = inputs.get("labels"), [1.0] * len(self._means)
+        if not all(isinstance(value, (Tensor, int, float, NoneType)) for value in inputs.values()):
+            return yes, True  # an example cannot be repeated
+        batched = [name for name, value in inputs.items() if _is_of(value, examples)]
+        of_entries = _are_of_entries(labels)
+        at, place, tell_apart = _two_examples(labels, examples)
+        if self._repeats and not tell_apart and not self._is_sharded:
+            return yes, False
+        one = {**inputs, **{name: inputs[name][at : at + 1] for name in batched}}
+        other = {**inputs, **{name: inputs[name][place : place + 1] for name in batched}}
+        if of_entries:
+            entries = torch.nonzero(one["labels"].flatten() != -100).flatten()
+            fewer = one["labels"].flatten().index_fill(0, entries[len(entries) // 2 :], -100)
+            other = {**one, "labels": fewer.view_as(one["labels"])}
+        twice, both = ({**one, **{name: torch.cat([one[name], two[name]]) for name in batched}} for two in (one, other))
+        of_one, again, of_twice, of_other, of_both = self._losses(
+            model, [(batch, items) for batch in (one, one, twice, other, both)]
+        )
+        if of_one == 0 or not math.isfinite(of_one + of_other):
+            return yes, False
+        if not of_entries and abs(again - of_one) > self._tolerance * abs(of_one):
+            return yes, True  # the loss is random
+        self._repeats = abs(of_twice - of_one) <= self._tolerance * abs(of_one)
+        if not self._repeats:
+            return [0.0] * len(yes), False
+        if not tell_apart:
+            return yes, False
+        limit = self._tolerance * max(abs(of_one), abs(of_other))
+        weights = [tuple(_MEANS[name](each.get("labels"), 1) for each in (one, other)) for name in self._means]
+        votes = [float(abs((a * of_one + b * of_other) / ((a + b) or 1) - of_both) <= limit) for a, b in weights]
+        return votes, not of_entries or sum(votes) == 1
 
     @property
     def _tolerance(self) -> float:

@@ -174,6 +174,8 @@ _NOTE, _WARNING = Severity.NOTE, Severity.WARNING
 
 _OFF = ("", "0")
 
+_ALLOCATOR = _NOTE, "keeps glibc's defaults: mirrored models train more slowly, sharded ones faster but larger", ("",)
+
 _VARIABLES = {
     "NCCL_ALGO": (_NOTE, "wins over CommunicationOptions(algorithm=…); NCCL's results and speed depend on it", _OFF),
     "NCCL_PROTO": (_NOTE, "pins NCCL's protocol; results and speed depend on it", _OFF),
@@ -181,7 +183,7 @@ _VARIABLES = {
     "NCCL_P2P_DISABLE": (_WARNING, "keeps GPUs from reading each other directly: slow", _OFF),
     "NCCL_SHM_DISABLE": (_WARNING, "keeps NCCL from shared memory: slow inside a host", _OFF),
     "NCCL_IB_DISABLE": (_WARNING, "keeps NCCL from InfiniBand and RoCE: slow between hosts that have it", _OFF),
-    "NCCL_HOSTID": (_NOTE, "lets towers of the same value alone share memory with each other", ("",)),
+    "NCCL_HOSTID": (_NOTE, "only towers with equal values share memory", ("",)),
     "NCCL_NET": (_NOTE, "pins NCCL's network", ("",)),
     "CUDA_LAUNCH_BLOCKING": (_WARNING, "makes the host wait for every kernel: slow, and nothing overlaps", _OFF),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (_WARNING, "allocates GPU memory again each time: slow", _OFF),
@@ -198,10 +200,10 @@ _VARIABLES = {
     "OMP_PROC_BIND": (_WARNING, "may bind all towers' threads to the same cores", ("", "FALSE")),
     "GOMP_CPU_AFFINITY": (_WARNING, "binds all towers' threads to the same cores", ("",)),
     "KMP_AFFINITY": (_WARNING, "may bind all towers' threads to the same cores", ("", "NONE", "DISABLED")),
-    "MALLOC_TRIM_THRESHOLD_": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    "MALLOC_MMAP_THRESHOLD_": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    "GLIBC_TUNABLES": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    "TOWERS_DEVICES": (_WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
+    "MALLOC_TRIM_THRESHOLD_": _ALLOCATOR,
+    "MALLOC_MMAP_THRESHOLD_": _ALLOCATOR,
+    "GLIBC_TUNABLES": _ALLOCATOR,
+    "TOWERS_DEVICES": (_WARNING, "is for towers that mirrored starts: strategies take their devices from it", ("",)),
 }
 """For each variable, its severity, its effect, and the upper-case values without an effect."""
 

@@ -47,7 +47,7 @@ class ServedOptimizer(Optimizer):
     own: Any
 
     def update_settings(self) -> None:
-        """Sets the settings of the groups on the chief. They are sent with the next call."""
+        """Copies the library's settings into the groups, on the chief. The next call sends them."""
 
     def note_steps(self, steps: int) -> None:
         """Receives the number of steps of the servers, on a worker, after a pull."""
@@ -69,7 +69,7 @@ class Library(Protocol):
         """Returns the parameters of a model that a forward writes to."""
 
     def watch(self, layers: Iterable[nn.Module], refresh: Callable[[], None]) -> None:
-        """Makes each call of these layers that runs no hooks of torch call ``refresh``, a bound method, first."""
+        """Calls ``refresh``, a bound method, before each call of a layer that runs no hooks of torch."""
 
 
 libraries: list[Library] = []
@@ -233,7 +233,7 @@ class _Optimizer:
     """An optimizer over the parts that this server stores.
 
     Attributes:
-        waiting: gradients for the mean of the next step, with values to add to buffers, each with its worker.
+        waiting: the gradients and the differences of buffers of each push, with its worker. A step uses their means.
         steps: the number of steps.
     """
 
@@ -280,6 +280,8 @@ class Server:
         if request is None:
             return False
         call, first, number = request
+        if call < self._first_unfinished:  # by now, another worker has repeated the call to its end
+            return True
         if first > self._first_unfinished:
             self._first_unfinished = first
             self._received = {known for known in self._received if known[0] >= first}

@@ -183,12 +183,15 @@ def test_a_tower_holds_its_part(count: int) -> None:
 
 
 HOSTS = """
-import sys
+import json, os, sys
 import torch
 from torch import nn
 import mirrored
 
-strategy = mirrored.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"], seed=0)
+towers = 2
+if "uneven" in sys.argv:  # two towers on the first worker, one on the second
+    towers -= json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+strategy = mirrored.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"][:towers], seed=0)
 torch.manual_seed(0)
 with strategy.scope():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
@@ -237,6 +240,11 @@ def test_hosts_replicate_the_shards(tmp_path: Any) -> None:
     for place in places:  # the checkpoint of the hosts, in which each part is saved once, and that of one device
         restored = run_program([str(script), place], env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
         assert float(restored.stdout.split()[1]) == pytest.approx(float(total.split()[1]), rel=1e-12)
+    uneven = run_program(
+        ["-m", "mirrored", "cluster", "--workers", "2", str(script), str(tmp_path / "uneven"), "uneven"], code=0
+    )
+    assert "(('shard',), (3,)) " in uneven.stdout
+    assert float(uneven.stdout.split()[-1]) == pytest.approx(float(one.stdout.split()[-1]), rel=1e-12)
     faulty = run_program(["-m", "mirrored", "cluster", "--workers", "2", str(script), str(tmp_path / "other"), "fault"])
     assert "parameter Sequential.0.weight is no longer the same on all towers" in faulty.stderr
     assert "towers 0 and 1 differ from towers 2 and 3" in faulty.stderr
@@ -256,6 +264,15 @@ def refused(kind: str) -> None:
         model[0].bias = nn.Parameter(model[0].bias.double())
     if kind == "meta":
         model[1] = nn.ParameterList([torch.empty(3, device="meta")])
+    if kind == "positions":
+        model[1].register_buffer("positions", torch.arange(3, device="meta"))
+        model[1].to("meta")
+    if kind == "mask":
+        model[1].register_buffer("mask", torch.ones(3, dtype=torch.bool, device="meta"))
+        model[1].to("meta")
+    if kind == "tied":
+        model[1].weight = nn.Linear(3, 3).weight
+        model[0].weight = model[1].weight
     if kind in ("twice", "late"):
         strategy.shard(model, units) if kind == "twice" else strategy.run(lambda: None)
     strategy.shard(model, units)
@@ -287,6 +304,9 @@ REFUSED = {
     "units": (ValueError, "units=Block matches no module of Sequential, which has Linear, Sequential"),
     "dtypes": (ValueError, "but in 0, weight is float32 and bias is float64: convert them"),
     "meta": (ValueError, r"(ParameterList) has tensors on the meta device, but no reset_parameters() that gives"),
+    "positions": (ValueError, "1 (Linear) has tensors on the meta device, but no reset_parameters() that gives"),
+    "mask": (ValueError, "1 (Linear) has tensors on the meta device, but no reset_parameters() that gives"),
+    "tied": (ValueError, "0.weight is also a weight of the unit 1: leave Linear out of units, or choose"),
     "twice": (ValueError, "0.weight is sharded already"),
     "late": (mirrored.MirrorError, "strategy.run was called before strategy.shard"),
     "optimizer": (mirrored.MirrorError, "SGD was created before strategy.shard(model)"),
@@ -422,6 +442,52 @@ def _convert() -> list[torch.dtype]:
 
     strategy.run(step)
     return [p.grad.dtype for p in model.parameters()]
+
+
+class Family(Tied):
+    """A model that names units as one of a family, of which one shares a weight with the head, and one is missing."""
+
+    _no_split_modules = ("Embedding", "Block", "Decoder")
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+        self.register_buffer("mask", torch.tensor([True, False, True, True]), persistent=False)
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        torch.arange(4, out=self.positions)
+        self.mask.copy_(torch.tensor([True, False, True, True]))
+
+
+def family(strategy: mirrored.Strategy) -> tuple[list[Any], ...]:
+    """Properties of a sharded model whose units share weights, and the tensors of one with other values on meta."""
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = strategy.shard(seeded(Family))
+        x = torch.arange(8).view(2, 4)
+        logits = strategy.run(lambda x=x, model=model: model(x))
+        found.append([model.head.weight is model.embedding.weight, len(list(model.parameters())), logits.shape])
+    torch.manual_seed(3)
+    expected = [*Positions().buffers(), torch.rand(1)]
+    with torch.device("meta"):
+        other = Positions()
+    torch.manual_seed(3)
+    strategy.shard(other)
+    given = [*other.buffers(), torch.rand(1)]
+    return *found, [one.equal(two) for one, two in zip(given, expected, strict=True)]
+
+
+def test_units_that_share_a_weight_and_tensors_of_whole_numbers() -> None:
+    count = len(list(Tied().parameters()))
+    for real, meta, equal in towers(family):
+        assert real == meta == [True, count, (2, 12)]
+        assert equal == [True, True, True]
 
 
 def loaded(strategy: mirrored.Strategy) -> tuple[list[str], list[str], str, str]:

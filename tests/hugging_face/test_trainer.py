@@ -133,6 +133,19 @@ def test_settings_that_towers_do_not_support_are_errors() -> None:
             assert word in error
 
 
+def test_losses_that_are_no_means_are_errors() -> None:
+    from tests.hugging_face import trainings
+
+    for errors in launch(trainings.wrong_losses):
+        assert all("neither a mean over examples or labels" in error for error in errors), errors
+
+
+def test_the_arguments_may_be_left_out(tmp_path: pathlib.Path) -> None:
+    from tests.hugging_face import trainings
+
+    assert launch(trainings.without_arguments, str(tmp_path)) == [(True, "tmp_trainer")] * 2
+
+
 PROGRAM = """\
 import sys
 from mirrored.transformers import Trainer

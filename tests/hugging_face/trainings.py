@@ -171,9 +171,27 @@ def regression(kind: type, folder: str) -> Any:
     return kind(Line(), arguments(folder, **options), train_dataset=data, eval_dataset=data[:5])
 
 
+def margins(kind: type, folder: str) -> Any:
+    """A mean that is 0 in the first steps."""
+
+    class Hinge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.line = nn.Linear(3, 1).double()
+
+        def forward(self, x: Any, labels: Any = None, **others: Any) -> dict[str, Any]:
+            y = self.line(x).squeeze(-1)
+            return {"loss": (labels - y).relu().mean(), "logits": y}
+
+    values = torch.randn(17, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    data = [{"x": x, "labels": torch.tensor(-9.0 if number < 9 else 1.0)} for number, x in enumerate(values)]
+    return kind(Hinge(), arguments(folder, train_sampling_strategy="sequential"), None, data, data[:5])
+
+
 CASES: dict[str, Callable[[type, str], Any]] = {
     function.__name__: function
-    for function in (language, accumulated, own_loss, own_step, adapters, classifier, regression)
+    for function in (language, accumulated, own_loss, own_step, adapters, classifier, regression, margins)
 }
 
 
@@ -293,6 +311,38 @@ def error_of(**options: Any) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def wrong_losses() -> list[str]:
+    """The errors of losses that are no mean over examples: a sum, weighted classes, and a comparison of examples."""
+    cross_entropy = nn.functional.cross_entropy
+    weights = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    losses: list[Callable[[Any, Any], Any]] = [
+        lambda logits, labels: cross_entropy(logits, labels, reduction="sum"),
+        lambda logits, labels: cross_entropy(logits, labels, weight=weights),
+        lambda logits, labels: (logits @ logits.T).logsumexp(1).mean(),
+    ]
+    found = []
+    for loss in losses:
+
+        def of_outputs(outputs: Any, labels: Any, num_items_in_batch: Any = None, loss: Any = loss) -> Any:
+            return loss(outputs["logits"], labels)
+
+        trainer = classifier(functools.partial(mirrored.transformers.Trainer, compute_loss_func=of_outputs), "results")
+        try:
+            trainer.train()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def without_arguments(folder: str) -> tuple[bool, str]:
+    """Whether the second argument may be None, as that of ``transformers``."""
+    os.chdir(folder)
+    collate = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    trainer = mirrored.transformers.Trainer(language_model(), None, collate)
+    return trainer.data_collator is collate, trainer.args.output_dir
 
 
 def refused() -> list[str]:

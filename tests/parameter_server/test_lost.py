@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import pathlib
@@ -14,6 +15,7 @@ import traceback
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs import ROOT
 from tests.support.processes import await_ends
@@ -24,7 +26,8 @@ ray = pytest.importorskip("ray")
 
 pytestmark = pytest.mark.extended
 
-from mirrored.parameter_server.servers import ServerLostError  # noqa: E402
+from mirrored.parameter_server.layout import Part, Values  # noqa: E402
+from mirrored.parameter_server.servers import Server, ServerLostError  # noqa: E402
 from tests.parameter_server.processes import descendants  # noqa: E402
 from tests.parameter_server.training import Training  # noqa: E402
 
@@ -160,10 +163,25 @@ def test_a_server_without_memory_is_named(tmp_path: pathlib.Path) -> None:
     assert "parameter server 1" in "".join(traceback.format_exception(error.value))
 
 
+def test_a_late_request_of_a_finished_call_changes_nothing() -> None:
+    """A worker that Ray has lost may still run: its call was repeated by another one, and is over."""
+    server, part = Server(0), Part(0, 0, 0, 0)
+
+    async def requests() -> list[float]:
+        await server.assign(Values({part: torch.zeros(())}))
+        found = []
+        for call, first in ((1, 1), (1, 1), (2, 1), (3, 3), (2, 1), (3, 3)):
+            await server.add(Values({part: torch.ones(())}), (call, first, 0))
+            changed, _, _ = await server.pull({part: -1}, None)
+            found.append(float(changed[part]))
+        return found
+
+    assert asyncio.run(requests()) == [1, 1, 2, 3, 3, 3]
+
+
 OUT_OF_MEMORY = """
 import ray
-from mirrored.parameter_server.servers import Server
-from mirrored.parameter_server.servers import Servers
+from mirrored.parameter_server.servers import Server, Servers
 
 ray.init("local", _system_config={"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100})
 servers = Servers([ray.remote(Server).remote(0)])

@@ -7,25 +7,23 @@ the two is zero if all towers agree. Zero is exact in every dtype, however the s
 
 [Note: backwards are paired by run, number and batch] Collectives pair in the order in which they start. So if a tower
 skipped a backward, its next one would be averaged with the skipped one, and so on for every later one. If one tower
-made an additional ``run``, shares of different batches would be averaged. No collective was added to detect that; with
-virtual towers and in ``strategy.grad``, the announcement contains it. The batch is the present one of the loop, not one
-of the arguments of ``run``, which may be a tower's own choice of earlier examples. A reentrant checkpoint runs a
-backward within the backward. The outermost one counts (:mod:`towers.system.autograd_hooks`), so the number of
-checkpoints may differ between towers.
+made an additional ``run``, shares of different batches would be averaged. To detect this, no collective was added. With
+virtual towers and in ``strategy.grad``, the announcement contains the three numbers. The batch is the present one of
+the loop, not one of the arguments of ``run``, which may be a tower's own choice of earlier examples. A reentrant
+checkpoint runs a backward within the backward. The outermost one counts (:mod:`towers.system.autograd_hooks`), so the
+number of checkpoints may differ between towers.
 
 [Note: usage flags between GPUs] On CPUs, the flags are part of the buckets' tails, and are available when the buckets
 are reduced. Reading a tail from a GPU would make the host wait for the whole backward. But a tower that has a gradient
-for every trainable parameter has nothing to learn before the optimizer's step: no tower can have more. Between GPUs,
-therefore:
+for every trainable parameter needs no flags of others before the optimizer's step. Between GPUs, therefore:
 
 - Hosts gather the flags of each backward over Gloo, in parallel with all other work. Only a tower without a gradient
   for some trainable parameter waits for them: for the other hosts, not for a GPU.
 - If a gather shows that all towers had all gradients, further ones only check whether towers were in the same
   backwards, once for :data:`WINDOW` of them. A tower that then has no gradient for a parameter reads the tail, and
   waits for its GPU, until the next gather informs all towers.
-- A gather is read when it is complete, at the latest when the third backward after its own starts. It only takes effect
-  from that backward on, so all towers change at the same one. Many towers add up their flags, and read the sums only
-  then, because a difference needs another collective.
+- A gather takes effect from the third backward after its own, on all towers. It is read when it is complete, or then at
+  the latest. Many towers add up their flags, and read the sums only then: a difference needs another collective.
 
 On an H200, reading the flags before the optimizer's step took 2 ms of a step of 6 ms: the host waited for the other
 towers' hosts, which had yet to queue their work.

@@ -1,25 +1,25 @@
 """Threads that run during training: heartbeats between towers through the store where they met, and a step's deadline.
 
-About once a second, every tower asks the store how often towers have reported that they keep waiting. If that has
-changed, it stores its heartbeat: its activity, and the collective it waits in. A tower that waits for another one until
-the deadline reads the other's heartbeat, and queries its stack. A thread with its own connection sends the heartbeats
-and answers. It ends when the store is gone. While towers keep waiting, the chief looks for deadlocks
+Every tower reads a counter of long waits from the store, once per second on up to 128 towers. If the counter has
+changed, the tower stores its heartbeat: its activity, and the collective it waits in. A tower that waits for another
+one until the deadline reads the other's heartbeat, and queries its stack. A thread with its own connection sends the
+heartbeats and answers. It ends when the store is gone. While towers keep waiting, the chief looks for deadlocks
 (:mod:`towers.health.deadlock`).
 
 [Note: requests of many towers] As long as no tower keeps waiting, each tower sends one request per second. From
 :data:`PER_SECOND` towers on, the time between two requests of a tower grows with the number of towers, so the store
 gets this number of requests per second on average.
 
-[Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
-its newest heartbeat stay the newest.
+[Note: hosts' clocks are not compared] The silence of a tower on another host starts when this tower first reads its
+newest heartbeat.
 
-[Note: towers that answer get time] A tower that has failed has time for the other's answer, which may take long on a
-busy host. It waits as long as heartbeats of the other one arrive, or its process can run. The thread that sends
-heartbeats also answers, not the script's thread. A process that is stopped or gone is given up after 2.5 seconds. A
-tower whose process cannot be seen is given up 10 seconds after its last heartbeat.
+[Note: towers that answer get time] After a failed wait, a tower waits for the answers of the others, which may take
+long on a busy host. It waits as long as heartbeats of the other tower arrive, or its process can run. The thread that
+sends heartbeats also answers, not the script's thread. A process that is stopped or gone is given up after 2.5 seconds.
+A tower whose process is on another host is given up 10 seconds after its last heartbeat, later from 129 towers on.
 
-[Note: the deadline of a step] A thread watches it, so only the other towers' collectives detect code that holds the
-interpreter's lock.
+[Note: the deadline of a step] A thread checks the deadline. It cannot run while other code holds the interpreter's
+lock. Then only the deadlines of other towers' collectives apply.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ INTERVAL = 1.0
 """Seconds between two heartbeats of up to :data:`PER_SECOND` towers."""
 
 PER_SECOND = 128
-"""Requests per second of all towers, on average and at most, while no tower keeps waiting."""
+"""The largest average number of requests per second of all towers while no tower keeps waiting."""
 
 _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
@@ -66,6 +66,7 @@ _REQUEST = timedelta(seconds=30)  # for a request to the store by the heartbeat'
 _STORE_SECONDS = 10.0  # seconds for a request by other threads, because the store's host may be busy
 _SERVING = 5.0  # seconds that a process which serves the store waits for others that also end
 _FEW = 16  # towers that are all asked for their stacks, and that all look for themselves
+_TURN = 10.0  # seconds for one tower of many to look for the others
 _FRAMES = 12  # the innermost frames of a stack
 _HEAD_START = 3.0  # seconds by which waiting towers report later than others if a step takes too long
 
@@ -232,8 +233,8 @@ class Heartbeat:
 
         Args:
             stacks: whether to query their stacks, too; see [Note: towers that answer get time].
-            explains: returns whether an activity may be the reason for the query. Of many towers, only those are asked
-                for their stacks that are in such an activity, or whose heartbeat is late.
+            explains: returns whether an activity may be the reason for the query. Of many towers, it requests the
+                stacks of these, and of towers whose heartbeat is late.
         """
         self._refresh([tower for tower in towers if self._record.of_peer(tower) is None])
         peers = self._peers(towers)
@@ -246,34 +247,29 @@ class Heartbeat:
             for peer in peers
         ]
 
-    def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str] | None:
+    def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str]:
         """Returns the result of ``compute`` on the first of many towers with the same question.
 
-        The others wait for it, because a thousand towers that all read a thousand heartbeats would occupy the store.
-        Few towers compute it themselves.
-
-        Returns:
-            None: the first tower has not answered in time, or the store has ended.
+        The others read it. If each of a thousand towers read a thousand heartbeats, the store would be overloaded. If
+        the first tower does not answer in time, the second one computes the result, and so on. Few towers all compute.
         """
         if len(self._towers) <= _FEW:
             return compute()
-        if (place := in_time(_STORE_SECONDS, lambda: self._store.add(f"asks {question}", 1))) is None:
-            return None
-        name = f"found {question}"
-        if place == 1:
-            found = compute()
-            in_time(_STORE_SECONDS, lambda: self._store.write(name, {"found": found}))
-            return found
-        messages: list[Message] = []
+        name, messages = f"found {question}", list[Message]()
+        place = in_time(_STORE_SECONDS, lambda: self._store.add(f"asks {question}", 1)) or 1
 
         def has_arrived() -> bool:
             if (message := self._store.read(name)) is not None:
                 messages.append(message)
             return bool(messages)
 
-        seconds = _LONGEST + self._late + 2 * _STORE_SECONDS
-        in_time(seconds, lambda: wait_until(has_arrived, seconds, pause=self._interval / 2))
-        return messages[0]["found"] if messages else None
+        seconds = (place - 1) * (_TURN + self._late)
+        if place > 1:
+            in_time(seconds, lambda: wait_until(has_arrived, seconds, pause=self._interval / 2))
+        found: list[str] = messages[0]["found"] if messages else compute()
+        if not messages:
+            in_time(_STORE_SECONDS, lambda: self._store.write(name, {"found": found}))
+        return found
 
     def _may_explain(self, peer: PeerStatus, explains: Callable[[Status], bool]) -> bool:
         record = self._record.of_peer(peer.tower)

@@ -177,7 +177,7 @@ class Peers(Protocol):
     ) -> list[PeerStatus]:
         """Returns the known state of other towers; see :meth:`towers.health.heartbeat.Heartbeat.query`."""
 
-    def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str] | None:
+    def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str]:
         """Returns the result of ``compute`` on the first of many towers with the same question."""
 
     def leave(self, name: str, message: Message) -> list[Message] | None:

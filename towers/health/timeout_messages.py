@@ -58,11 +58,11 @@ def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostErr
 
 
 def _found_by_one(health: Health, question: str, look: Callable[[Peers], list[PeerStatus]]) -> tuple[str, str]:
-    """Returns what ``look`` finds, in words. Of many towers with the same question, one looks for all."""
+    """Returns the result of ``look``, in words. If many towers have the same question, one looks for all of them."""
     others = health.heartbeat
     if others is None:
         return "", ""
-    activity, stacks = others.first_result(question, lambda: list(_in_words(look(others)))) or ("", "")
+    activity, stacks = others.first_result(question, lambda: list(_in_words(look(others))))
     return activity, stacks
 
 
