@@ -3,7 +3,8 @@
 [Note: losses over the global batch] See also [Note: examples are weighted] in :mod:`mirrored.keras`. Three of Keras'
 reductions are not a mean over examples: ``"sum"``; ``"mean_with_sample_weight"``, which divides by the sum of the
 weights; and means over the entries that a mask keeps. For the last two, the towers add up the divisor, in one small
-collective per such loss in a step. Regularisers of activities are sums in Keras 3.13, and means in later versions.
+collective per such loss in a step. A sum is divided by the share's fraction of the examples, because the step
+multiplies every loss by it. Regularisers of activities are sums in Keras 3.13, and means in later versions.
 ``Circle``, which compares the examples of a batch with each other, is refused. :mod:`mirrored.keras.probes` examines
 the losses of a script.
 

@@ -169,26 +169,29 @@ class Strategy(Gradients):
         mixed_precision: MixedPrecisionPolicy | None = None,
         replicate_across_hosts: bool = True,
     ) -> nn.Module:
-        """Shards the parameters, gradients and optimizer states of a model over the towers, and returns it.
+        """Shards the parameters, gradients and optimizer states of a model over the towers, by torch's ``fully_shard``.
 
         Use it for models that do not fit a device. Call it on all towers, before the optimizer is created. Training
-        steps do not change. Layers on the ``meta`` device get memory and first values here, by
-        ``reset_parameters`` or the method of a model of Hugging Face.
-        On one tower, the model is only mirrored. (torch's ``fully_shard``.)
+        steps do not change. Layers on the ``meta`` device receive memory and first values here, by
+        ``reset_parameters`` or ``_init_weights`` of a model of Hugging Face. On one tower, the model is only mirrored.
 
         Args:
             units: classes of modules, or their names, such as ``[Block]``. A tower holds one unit at a time as a whole,
-                and the parameters that are in no unit. Default: the classes that a model of Hugging Face names, or
-                none.
+                and the parameters that are in no unit. Default: the classes that a model of Hugging Face names, except
+                those that share a weight with other parts, or none.
             reshard_after_forward: whether the parameters of a unit are freed after forward, and gathered again in
                 backward. Default: torch's, True except for the outermost module.
             mixed_precision: the dtypes of the computation, of ``torch.distributed.fsdp``.
             replicate_across_hosts: whether each host holds all shards, if all hosts have the same number of towers.
                 Otherwise, there is one shard for each tower.
 
+        Returns:
+            The model.
+
         Raises:
-            ValueError: a unit matches no module, or has parameters of several dtypes; the model is sharded already; a
-                layer on ``meta`` has no ``reset_parameters``; or the strategy has an option that does not support it.
+            ValueError: a unit matches no module, has parameters of several dtypes, or shares a weight with another
+                unit; the model is sharded already; a tensor on ``meta`` receives no values; or the strategy has an
+                option that does not support it.
             MirrorError: the model is mirrored already; or, on all towers, the towers' models differ.
         """
         from mirrored import fully_sharded
