@@ -37,7 +37,7 @@ from towers.errors import MirrorError
 from towers.health.status import AVERAGING
 from towers.mirroring import fingerprints
 from towers.system.machine import return_freed_memory
-from towers.system.tensors import Named
+from towers.system.tensors import Named, in_layout_of
 from towers.system.torch_private import move_own, own_buffers, own_parameters
 
 GATHERING = "gathering parameters"
@@ -91,12 +91,9 @@ def shard(
 
 def _take_parts(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Lets ``load_state_dict`` take whole tensors, of which each tower keeps its part."""
-    from mirrored.checkpoint.shards import part_of  # it is slow to import
-
     for name, place in model.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if isinstance(place, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            state[prefix + name] = part_of(value, place)
+        if (key := prefix + name) in state:
+            state[key] = in_layout_of(place, state[key])
 
 
 def communicator_of(model: nn.Module) -> Communicator:

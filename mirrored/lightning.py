@@ -37,7 +37,7 @@ from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from mirrored.verification.loss_graph import terms_of
 from towers.collectives.agreement import announce
 from towers.system import tree as trees
-from towers.system.tensors import is_dtensor, whole
+from towers.system.tensors import state_in_parts, whole_leaves
 
 try:
     if "pytorch_lightning" in sys.modules:  # the same library under its older name, with separate classes
@@ -251,30 +251,17 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._whole(super().lightning_module_state_dict())
+        state: dict[str, Any] = whole_leaves(super().lightning_module_state_dict(), keep=self.is_global_zero)
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self._whole(super().optimizer_state(optimizer))
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns a state in which tower 0 has sharded tensors as a whole, on the CPU. All towers must call it."""
-
-        def gathered(leaf: Any) -> Any:
-            if not is_dtensor(leaf):
-                return leaf
-            tensor = whole(leaf)
-            return tensor.cpu() if self.is_global_zero else torch.empty(0)
-
-        return trees.map_leaves(gathered, state) if any(map(is_dtensor, trees.leaves(state))) else state
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        places = self.lightning_module.state_dict()
-        state = {name: _like(value, places.get(name)) for name, value in checkpoint["state_dict"].items()}
-        super().load_model_state_dict({"state_dict": state}, strict=strict)
+        state: dict[str, Any] = whole_leaves(super().optimizer_state(optimizer), keep=self.is_global_zero)
+        return state
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         states = [
-            _divided(state, one) for state, one in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+            state_in_parts(one, state)
+            for state, one in zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         states = checkpoint.get(_RANDOM_STATES, [])
@@ -359,25 +346,6 @@ def _logging_nothing(module: Any) -> Iterator[None]:
         yield
     finally:
         del module.log
-
-
-def _like(value: Any, place: Any) -> Any:
-    """Returns a tensor in the layout of ``place``, if that is a sharded tensor of the same shape."""
-    if not is_dtensor(place) or not isinstance(value, Tensor) or value.shape != place.shape:
-        return value
-    from mirrored.checkpoint.shards import part_of  # it is slow to import
-
-    return part_of(value, place)
-
-
-def _divided(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's state in the layout of its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = {
-        number: {name: _like(value, parameters[number]) for name, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
 
 
 class _Epochs:

@@ -46,7 +46,7 @@ from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import MultiWorkerMirroredStrategy
 from towers.sharding.optimizer import OptimizerSharder
 from towers.system import tree as trees
-from towers.system.tensors import is_dtensor, whole
+from towers.system.tensors import is_dtensor, state_in_parts, whole_leaves
 
 try:
     import accelerate.state
@@ -449,13 +449,14 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _is_sharded(self) -> bool:
         return any(map(is_dtensor, self.model.parameters()))
 
+    @torch.no_grad()
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model as ``transformers`` does. All towers call it."""
         if self._is_sharded:
-            state, known = self.model.state_dict(keep_vars=True), dict[int, Tensor]()
+            state, known = self.model.state_dict(keep_vars=True), dict[int, Any]()
             for value in state.values():  # tied weights recur
                 if id(value) not in known:
-                    known[id(value)] = self._whole(value)
+                    known[id(value)] = whole_leaves(value, keep=self.args.should_save)
             self._weights = {name: known[id(value)] for name, value in state.items()}
         try:
             super().save_model(output_dir, _internal_call)
@@ -464,13 +465,6 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, self._weights if state_dict is None else state_dict)
-
-    def _whole(self, value: Any) -> Any:
-        """Returns a tensor as a whole on the tower that saves. All towers call it."""
-        if not isinstance(value, Tensor):
-            return value
-        gathered = whole(value.detach())
-        return gathered.cpu() if self.args.should_save else torch.empty(0, device="cpu")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
@@ -486,7 +480,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             self.optimizer.state_dict()  # the chief's call is a collective
         with contextlib.ExitStack() as stack:
             if self._is_sharded:
-                state = trees.map_leaves(self._whole, self._torch_optimizer.state_dict())
+                state = whole_leaves(self._torch_optimizer.state_dict(), keep=self.args.should_save)
                 hook = self._torch_optimizer.register_state_dict_post_hook(lambda *_: state)
                 stack.callback(hook.remove)
             super()._save_optimizer_and_scheduler(output_dir)
@@ -494,7 +488,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with contextlib.ExitStack() as stack:
             if self._is_sharded:
-                hook = self._torch_optimizer.register_load_state_dict_pre_hook(_in_parts)
+                hook = self._torch_optimizer.register_load_state_dict_pre_hook(state_in_parts)
                 stack.callback(hook.remove)
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -525,23 +519,6 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             self.strategy.streams.load_state_dict(states[self.strategy.topology.index])
         else:
             self.strategy.streams.restart(f"resumed at step {self.state.global_step}")
-
-
-def _in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of an optimizer of whole parameters, for their parts on this tower."""
-    from mirrored.checkpoint.shards import part_of  # it is slow to import
-
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def entry(parameter: Any, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: part_of(value, parameter)
-            if is_dtensor(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for name, value in values.items()
-        }
-
-    return {**state, "state": {index: entry(parameters[index], values) for index, values in state["state"].items()}}
 
 
 def _is_of(value: Any, examples: int) -> bool:

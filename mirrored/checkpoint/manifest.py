@@ -28,6 +28,7 @@ from torch import Tensor
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError, listed
 from mirrored.checkpoint.tensors import TensorFile, is_shard_file
+from towers.system.tensors import part_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -272,7 +273,7 @@ class StoredCheckpoint:
             own, place = own_name(path, tower), (places or {}).get(path)
             if layout is None:
                 value = read(own if own in names else path)
-                return value if place is None or not data else _shards().part_of(value, place)
+                return value if place is None or not data else part_of(value, place)
             if not data:
                 return layout
             if place is not None and place.shape == layout.shape:

@@ -26,7 +26,7 @@ from mirrored.checkpoint.tracked import TrackedModule
 from mirrored.interceptor import interceptor
 from towers.collectives.agreement import announce
 from towers.system.messages import printable
-from towers.system.tensors import is_dtensor
+from towers.system.tensors import is_dtensor, part_of
 
 _Read = Callable[[Mapping[str, Any] | None], dict[str, Tensor]]
 """Returns all tensors by name: in the layout of the given sharded ones and otherwise whole, or without data (None)."""
@@ -196,8 +196,6 @@ def _tensors_of(path: pathlib.Path, file: TensorFile, places: Mapping[str, Any] 
     try:
         if places is None:
             return {key: file.describe(key) for key in file.names}
-        if places:
-            from mirrored.checkpoint.shards import part_of  # it is slow to import
         return {key: part_of(file.read(key), places[key]) if key in places else file.read(key) for key in file.names}
     except Malformed as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None

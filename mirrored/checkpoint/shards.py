@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from mirrored.checkpoint.codec import MISFITS, Malformed
@@ -202,8 +202,3 @@ def read_shards(folder: str, tensors: Mapping[str, Tensor]) -> None:
         raise Malformed(f"the parts of sharded tensors cannot be read: {reason}") from None
     except (SafetensorError, *MISFITS) as error:
         raise Malformed(f"the parts of sharded tensors cannot be read: {error}") from None
-
-
-def part_of(value: Tensor, place: DTensor) -> DTensor:
-    """Returns a whole tensor, which is equal on all towers, in the layout of ``place``. Nothing is communicated."""
-    return distribute_tensor(value.to(place.device), place.device_mesh, place.placements, src_data_rank=None)

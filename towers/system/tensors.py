@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from towers.system import tree as trees
 from towers.system.torch_private import storage_holders
 
 if TYPE_CHECKING:
@@ -55,6 +56,46 @@ def own_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Returns a ``DTensor`` as a whole, for which all towers must call it, and any other tensor itself."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def part_of(value: Tensor, place: DTensor) -> DTensor:
+    """Returns a whole tensor, which is equal on all towers, in the layout of ``place``. Nothing is communicated."""
+    from torch.distributed.tensor import distribute_tensor  # it is slow to import
+
+    return distribute_tensor(value.to(place.device), place.device_mesh, place.placements, src_data_rank=None)
+
+
+def in_layout_of(place: object, value: Any) -> Any:
+    """Returns :func:`part_of` a whole tensor if ``place`` is a ``DTensor`` of its shape, and any other value itself."""
+    if not is_dtensor(place) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != place.shape:
+        return value
+    return part_of(value, place)
+
+
+def whole_leaves(state: Any, *, keep: bool) -> Any:
+    """Returns a nested state with whole tensors in place of ``DTensor``. All towers must call it.
+
+    Args:
+        keep: whether this tower keeps these, on the CPU. Otherwise, they are empty.
+    """
+
+    def gathered(leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        tensor = whole(leaf)
+        return tensor.cpu() if keep else torch.empty(0, device="cpu")
+
+    return trees.map_leaves(gathered, state) if any(map(is_dtensor, trees.leaves(state))) else state
+
+
+def state_in_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of an optimizer of whole parameters, for the parts of them on this tower."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = {
+        index: {name: in_layout_of(parameters[index], value) for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": parts}
 
 
 def contiguous(tensor: Tensor) -> Tensor:
