@@ -5,9 +5,9 @@ and gathers the whole unit for its computation. The outermost unit stays whole f
 hosts with the same number of towers hold the same parts.
 
 [Note: one unit at a time] A model on the ``meta`` device is initialised unit by unit, by the ``reset_parameters`` of
-its layers or the method of a model of Hugging Face. Each unit is sharded before the next one is initialised, so a tower
-never holds the whole model. All towers draw the same random numbers outside of runs, so the values do not depend on the
-number of towers.
+its layers or ``_init_weights`` of a model of Hugging Face. Each unit is sharded before the next one is initialised, so
+a tower never holds the whole model. All towers draw the same random numbers outside of runs, so the values do not
+depend on the number of towers.
 
 [Note: the gradients of sharded parameters] torch reduces them in backward: the mean over the towers of losses that
 ``compute_average_loss`` has scaled for a mean. The averager does not process these parameters. Their gradients exist

@@ -344,10 +344,10 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
     def _is_divided(self, model: Any, inputs: Any, items: Any) -> bool | None:
         """Returns whether the loss is divided by the number of items. None: it is 0 or not finite on all towers."""
         one, half = self._losses(model, [(inputs, items), (inputs, 2 * items)])
-        tells = math.isfinite(one) and one != 0
-        is_half = tells and abs(half - one / 2) <= self._tolerance * abs(one)
-        telling, halved = self._sum(torch.tensor([float(tells), float(is_half)])).tolist()
-        return halved == telling if telling else None
+        is_known = math.isfinite(one) and one != 0
+        is_half = is_known and abs(half - one / 2) <= self._tolerance * abs(one)
+        known, halved = self._sum(torch.tensor([float(is_known), float(is_half)])).tolist()
+        return halved == known if known else None
 
     def _votes(self, model: Any, inputs: Any, items: Any, examples: int) -> tuple[list[float], bool]:
         """Returns for each possible mean whether the loss may be it, and whether no further test is needed.
@@ -359,8 +359,8 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
             return yes, True  # an example cannot be repeated
         batched = [name for name, value in inputs.items() if _is_of(value, examples)]
         of_entries = _are_of_entries(labels)
-        at, place, tell_apart = _two_examples(labels, examples)
-        if self._repeats and not tell_apart and not self._is_sharded:
+        at, place, differ = _two_examples(labels, examples)
+        if self._repeats and not differ and not self._is_sharded:
             return yes, False
         one = {**inputs, **{name: inputs[name][at : at + 1] for name in batched}}
         other = {**inputs, **{name: inputs[name][place : place + 1] for name in batched}}
@@ -379,7 +379,7 @@ class OnTowers(_AnyTrainer):  # type: ignore[misc]
         self._repeats = abs(of_twice - of_one) <= self._tolerance * abs(of_one)
         if not self._repeats:
             return [0.0] * len(yes), False
-        if not tell_apart:
+        if not differ:
             return yes, False
         limit = self._tolerance * max(abs(of_one), abs(of_other))
         weights = [tuple(_MEANS[name](each.get("labels"), 1) for each in (one, other)) for name in self._means]

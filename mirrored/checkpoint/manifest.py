@@ -19,7 +19,6 @@ import re
 import reprlib
 import stat
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,7 +284,9 @@ class StoredCheckpoint:
         try:
             state = decode(self.manifest["own"][tower].get(name, objects[name]), tensor)
             if sharded:
-                _shards().read_shards(f"/proc/self/fd/{self._folder}", sharded)
+                from mirrored.checkpoint.shards import read_shards  # it is slow to import
+
+                read_shards(f"/proc/self/fd/{self._folder}", sharded)
             return state
         except (Malformed, RecursionError) as error:
             raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
@@ -298,12 +299,6 @@ class StoredCheckpoint:
     def close(self) -> None:
         self.tensors.close()
         self._closing.close()
-
-
-def _shards() -> ModuleType:
-    from mirrored.checkpoint import shards  # it is slow to import
-
-    return shards
 
 
 def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow: bool = False) -> int:

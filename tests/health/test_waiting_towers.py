@@ -101,7 +101,7 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str, all_ask
 QUESTIONS = ("where?", "why?")
 
 
-def first_result(strategy: mirrored.Strategy, few: int) -> list[list[str] | None]:
+def first_result(strategy: mirrored.Strategy, few: int) -> list[list[str]]:
     heartbeat._FEW = few
     peers, index = strategy.health.heartbeat, strategy.topology.index
     assert peers is not None

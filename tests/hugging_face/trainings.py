@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -242,15 +242,20 @@ def weights_of(trainer: Any) -> dict[str, np.ndarray]:
     return {name: whole(value.detach()).numpy() for name, value in trainer.model.named_parameters()}
 
 
-def run_all(folder: str, alone: bool) -> dict[str, dict[str, Any]]:
-    """The results of all cases, on every tower; ``alone``: by the Trainer of transformers."""
-    kind = transformers.Trainer if alone else mirrored.transformers.Trainer
+def results_of(kind: Any, folder: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The results of cases with a kind of trainer."""
     results = {}
-    for name, make in CASES.items():
-        trainer = make(kind, f"{folder}/{name}")
+    for name in names:
+        trainer = CASES[name](kind, f"{folder}/{name}")
         trainer.train()
         results[name] = seen(trainer)
     return results
+
+
+def run_all(folder: str, alone: bool) -> dict[str, dict[str, Any]]:
+    """The results of all cases, on every tower; ``alone``: by the Trainer of transformers."""
+    kind = transformers.Trainer if alone else mirrored.transformers.Trainer
+    return results_of(kind, folder, CASES)
 
 
 def with_strategy(folder: str, settings: Settings, hosts: str) -> dict[str, dict[str, Any]]:
@@ -258,12 +263,7 @@ def with_strategy(folder: str, settings: Settings, hosts: str) -> dict[str, dict
     if hosts:
         os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
     kind: Any = functools.partial(mirrored.transformers.Trainer, strategy=strategy_of(settings))
-    results = {}
-    for name in ("accumulated", "classifier"):
-        trainer = CASES[name](kind, f"{folder}/{name}")
-        trainer.train()
-        results[name] = seen(trainer)
-    return results
+    return results_of(kind, folder, ("accumulated", "classifier"))
 
 
 def sharded(folder: str, hosts: str) -> dict[str, dict[str, Any]]:
@@ -275,12 +275,7 @@ def sharded(folder: str, hosts: str) -> dict[str, dict[str, Any]]:
     def kind(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mirrored.transformers.Trainer(strategy.shard(model), *args, strategy=strategy, **kwargs)
 
-    results = {}
-    for name in ("language", "accumulated", "own_loss", "adapters", "classifier"):
-        trainer = CASES[name](kind, f"{folder}/{name}")  # type: ignore[arg-type]
-        trainer.train()
-        results[name] = seen(trainer)
-    return results
+    return results_of(kind, folder, ("language", "accumulated", "own_loss", "adapters", "classifier"))
 
 
 def resumed_by(folder: str, step: int | None, shard: bool) -> dict[str, np.ndarray]:
