@@ -71,6 +71,10 @@ class EarlyBackwardGuard:
         )
 
 
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Returns whether a step, whose first argument is the optimizer, received a closure."""
     return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
@@ -134,20 +138,22 @@ class OptimizerGuard:
         Raises:
             MirrorError: the step would make the towers drift apart.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters_of(optimizer)
         if not parameters or self._is_inner_optimizer(optimizer):
             return
-        if any(map(self._recorder.was_replaced, parameters)):
+        unmirrored = self._recorder.others(parameters)  # mostly none, and only these are looked at closely
+        if any(map(self._recorder.was_replaced, unmirrored)):
             raise MirrorError(
                 f"{type(optimizer).__name__} was created before strategy.shard(model), which replaces the parameters: "
                 "create the optimizer after it, with model.parameters()"
             )
-        if isinstance(optimizer, _OF_WHOLE_PARAMETERS) and any(map(self._recorder.is_sharded, parameters)):
+        sharded = [p for p in unmirrored if self._recorder.is_sharded(p)]
+        if sharded and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
             kind = type(optimizer).__name__
             raise MirrorError(
                 f"{kind} cannot step sharded parameters (strategy.shard): use another optimizer, as AdamW"
             )
-        foreign = [p for p in parameters if not (self._recorder.is_mirrored(p) or self._recorder.is_sharded(p))]
+        foreign = [p for p in unmirrored if not self._recorder.is_sharded(p)]
         recorded = any(p in self._recorder for p in foreign)
         if len(foreign) == len(parameters) and not recorded and not self._in_run():
             return
@@ -171,7 +177,7 @@ class OptimizerGuard:
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
         if not _has_closure(args, kwargs):  # a closure computes the gradients later
-            self._check_averaged(optimizer, kwargs.get("gradients"))
+            self._check_averaged(optimizer, parameters, sharded, kwargs.get("gradients"))
         self._health.train()
         self._health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
@@ -191,7 +197,8 @@ class OptimizerGuard:
             return
         self._events.after_step(optimizer)
         if _has_closure(args, kwargs):
-            self._check_averaged(optimizer)
+            parameters = _parameters_of(optimizer)
+            self._check_averaged(optimizer, parameters, [p for p in parameters if self._recorder.is_sharded(p)])
         self._health.enter(AFTER_OPTIMIZER)
 
     def _in_run(self) -> bool:
@@ -199,20 +206,25 @@ class OptimizerGuard:
         frame = current_frame()
         return frame is not None and frame.replica is not None and frame.strategy.communicator is self._comm
 
-    def _check_averaged(self, optimizer: Optimizer, gradients: Sequence[torch.Tensor | None] | None = None) -> None:
+    def _check_averaged(
+        self,
+        optimizer: Optimizer,
+        parameters: list[torch.Tensor],
+        sharded: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
         """Checks that the gradients of a step are averaged.
 
         Args:
-            gradients: those of the optimizer's parameters, in order. None: they are the parameters' ``.grad``.
+            parameters, sharded: the optimizer's, and those of them that are sharded.
+            gradients: those of the parameters, in order. None: they are the parameters' ``.grad``.
         """
         averager = self._averager
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        sharded = [p for p in parameters if self._recorder.is_sharded(p)]
         self._check_reduced(sharded)
         if len(sharded) == len(parameters):
             return
         unsynced = averager.unsynced()
-        if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
+        if unsynced and (stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]):
             raise MirrorError(
                 f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
                 "under no_sync, and no backward() outside it has averaged them"
@@ -258,7 +270,7 @@ class OptimizerGuard:
                 )
 
     def _say_if_nothing_to_train(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        if optimizer in self._warned or any(p.requires_grad for p in parameters):
+        if any(p.requires_grad for p in parameters) or optimizer in self._warned:
             return
         self._warned.add(optimizer)
         log.warning(

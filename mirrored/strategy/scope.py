@@ -19,7 +19,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -164,6 +164,11 @@ class Recorder:
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Returns whether ``parameter`` was recorded and taken."""
         return self._mirrored.get(id(parameter)) is parameter
+
+    def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns those of ``parameters`` that are not mirrored, in order."""
+        mirrored = self._mirrored
+        return [parameter for parameter in parameters if mirrored.get(id(parameter)) is not parameter]
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Returns whether ``parameter`` was recorded and not yet taken."""

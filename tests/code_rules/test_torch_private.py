@@ -74,7 +74,12 @@ def test_within_a_backward() -> None:
         torch_private.queue_callback(lambda: said.append((-2, True)))
 
     handle = weight.register_post_accumulate_grad_hook(arrives)
-    assert torch_private.last_gradient_hook(weight) == handle.id
+    hooks = torch_private.gradient_hooks(weight)
+    later = weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert list(hooks) == [handle.id, later.id]
+    later.remove()
+    assert list(hooks) == [handle.id]
+    assert torch_private.gradient_hooks(weight) is hooks
     assert torch_private.current_graph_task_id() == -1
     (weight * 3).sum().backward()
     (task, _), (end, _) = said

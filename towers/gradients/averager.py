@@ -47,7 +47,7 @@ from towers.gradients.reducer import GradientReducer
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
 from towers.system.tensors import Named
-from towers.system.torch_private import current_graph_task_id, disable_dynamo, last_gradient_hook
+from towers.system.torch_private import current_graph_task_id, disable_dynamo
 
 
 class Hooks(enum.Enum):
@@ -213,14 +213,16 @@ class GradientAverager(GradientReducer):
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """Handles a gradient that autograd has finished.
 
-        Autograd also calls the hooks of parameters that were frozen since the forward.
+        Autograd also calls the hooks of parameters that were frozen since the forward. This is called for every
+        gradient, so it and :meth:`Cycle.arrive` call as few functions as possible.
         """
-        if self._hooks is _DISABLED or not parameter.requires_grad:
+        hooks = self._hooks
+        if hooks is _DISABLED or not parameter.requires_grad:
             return
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad and torch.is_grad_enabled():
             self._refuse_graph(slot)
-        if self._hooks is _ACCUMULATE:
+        if hooks is _ACCUMULATE:
             slot.unsynced = self._any_unsynced = True
             self._channel.health.train()
             return
@@ -230,7 +232,8 @@ class GradientAverager(GradientReducer):
             when_backward_is_done(self._finish)
         hook = slot.hook
         assert hook is not None
-        is_last = last_gradient_hook(parameter) == hook.handle.id
+        order = hook.order
+        is_last = len(order) == 1 or next(reversed(order)) == hook.handle.id
         if cycle.arrive(slot, parameter, gradient, is_last):
             if self._arrivals is not None:
                 self._arrivals.append(slot.name)

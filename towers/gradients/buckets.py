@@ -48,6 +48,7 @@ the next layout, all towers have released the keys that the previous layout rele
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
@@ -64,16 +65,19 @@ from towers.system.autograd_hooks import GradientHook
 from towers.system.tensors import Named, gradient_dtype, on_device, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
+    address_of_current_stream,
     current_stream_of,
     foreach_copy_,
     foreach_mul_,
     storage_holders,
 )
 
+_grad_dtype = operator.attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from this size on, copying a gradient at once saves more than one call for many gradients
-_WAITING_BYTES = 2**22  # on an accelerator
+WAITING_BYTES = 2**22
+"""The size of arrived gradients from which on an accelerator copies them."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -156,21 +160,21 @@ class DenseSlot(Slot):
     Attributes:
         bucket, start: its position, in elements of the bucket's dtype.
         nbytes: the size of a dense gradient.
-        copied_at_once: whether gradients are copied before the bucket is packed.
-        view: the part of the buffer for its gradient, in the parameter's shape and strides.
+        is_large: whether CPU towers copy it at once.
+        view, address: the part of the buffer for its gradient, in the parameter's shape and strides; and its address.
         copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
             is detected.
     """
 
-    __slots__ = ("bucket", "copied", "copied_at_once", "nbytes", "start", "view")
+    __slots__ = ("address", "bucket", "copied", "is_large", "nbytes", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
         self.bucket = bucket
         self.start = start
         self.nbytes = named.tensor.nbytes
-        self.copied_at_once = bucket.streams is not None or self.nbytes >= _LARGE_BYTES
-        self.view = _NOTHING
+        self.is_large = self.nbytes >= _LARGE_BYTES
+        self.view, self.address = _NOTHING, 0
         self.copied: tuple[Tensor, int] | None = None
 
     @property
@@ -180,14 +184,20 @@ class DenseSlot(Slot):
 
     def is_installed(self, gradient: Tensor | None) -> bool:
         """Returns whether ``gradient`` is this slot's place in the buffer."""
-        view = self.view
-        if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+        if gradient is None or gradient.is_sparse or gradient.data_ptr() != self.address:
             return False
+        view = self.view
         return gradient.stride() == view.stride() and gradient.dtype == view.dtype
 
-    def install(self, parameter: Tensor) -> None:
-        """Makes this slot's place in the buffer the parameter's gradient."""
-        parameter.grad = self.view.detach()
+    def install(self) -> None:
+        """Makes this slot's place in the buffer the gradient of the parameter, if that still exists."""
+        if (parameter := self.parameter()) is not None:
+            parameter.grad = self.view.detach()
+
+    def has_copied(self, gradient: Tensor) -> bool:
+        """Returns whether ``gradient``, as it is now, was copied before the bucket was packed."""
+        copied = self.copied
+        return copied is not None and copied[0] is gradient and copied[1] == gradient._version
 
 
 class SparseSlot(Slot):
@@ -224,20 +234,30 @@ class StreamOrder:
 
     Args:
         device: the bucket's, an accelerator.
+
+    Attributes:
+        address_of, index: the function for the address of the current stream (for some accelerators, for that stream
+            itself), and its argument.
+        address: its result at the previous write. As long as it stays the same, :meth:`advance` need not be called.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._index = device.index
+        self.index = device.index
+        self.address_of = address_of_current_stream(device.type) or (lambda index: current_stream_of(index))
+        self.address: object = None
         self._stream: torch.Stream | None = None
         self._several = False
 
     def advance(self) -> None:
-        """Orders the current stream, on which a write happens now, after the stream of the previous write."""
-        stream, before = current_stream_of(self._index), self._stream
+        """Orders the current stream, on which a write happens now, after the stream of the previous write.
+
+        If they are the same, it does nothing.
+        """
+        stream, before = current_stream_of(self.index), self._stream
         if before is not None and before != stream:
             stream.wait_stream(before)
             self._several = True
-        self._stream = stream
+        self._stream, self.address = stream, self.address_of(self.index)
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Ensures that the memory of gradients that are dropped after their copy is not used again before the copy."""
@@ -248,20 +268,7 @@ class StreamOrder:
 
     def reset(self) -> None:
         """Forgets the streams of a backward that is over."""
-        self._stream, self._several = None, False
-
-
-class _Waiting:
-    """Gradients of a bucket that are copied into it together.
-
-    Attributes:
-        slots: theirs.
-        nbytes: their size.
-    """
-
-    def __init__(self) -> None:
-        self.slots: list[DenseSlot] = []
-        self.nbytes = 0
+        self._stream, self.address, self._several = None, None, False
 
 
 class Bucket:
@@ -272,7 +279,9 @@ class Bucket:
         key: its memory's (:meth:`Communicator.allocate`).
         numel: elements of the gradients, without the tail.
         units: the number of values in the tail that show which units were touched.
-        missing: the number of gradients of this backward that have not arrived, once they were counted.
+        missing: the number of gradients of this backward that are expected, and have not arrived. When it is zero,
+            :meth:`count_missing` finds out whether more may arrive.
+        waiting: on an accelerator, the bytes of those that have arrived since some were copied.
         is_packed: whether it was packed in this backward.
         flags: this tower's message to the others: for each slot, whether it had its own gradient; and in the last
             bucket of a backward, all of :class:`Summary`.
@@ -290,12 +299,13 @@ class Bucket:
         self.numel = 0
         self.units = 0
         self.missing = 0
+        self._expected = 0  # gradients of this tower in the next backward, as in the last one
+        self.waiting = 0
         self.is_packed = False
         self.flags: list[bool] = []
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._holders_checked = False
-        self._waiting = _Waiting()
         self._packed: tuple[list[Tensor | None], int] = [], 0  # the gradients then, and the buffer's version
         self._own = -1, 0  # the buffer's address, and the number of tensors in it that are this object's
         self._sent: tuple[list[bool], Tensor] = [], _NOTHING  # the last flags, and the tail that an accelerator has
@@ -321,44 +331,35 @@ class Bucket:
         """The part of the memory before the tail: equal chunks, one for each tower."""
         return self.buffer[: self.buffer.numel() - self.tail.numel()]
 
-    def count_missing(self) -> None:
-        """Counts, before a backward, how many gradients may arrive."""
-        # A list takes half of the time of a generator.
-        self.missing = sum([(p := slot.parameter()) is not None and p.requires_grad for slot in self.slots])
+    def expect_gradients(self) -> None:
+        """Expects, before a backward, as many gradients as in the last one."""
+        self.missing = self._expected
+        if not self.missing:
+            self.count_missing()
 
-    def take(self, slot: DenseSlot) -> bool:
-        """Takes a gradient that autograd has just finished and that is copied at once.
+    def count_missing(self) -> int:
+        """Counts again how many gradients of this backward may still arrive, and returns that."""
+        others = [slot.parameter() for slot in self.slots if not slot.arrived]
+        self.missing = sum([parameter is not None and parameter.requires_grad for parameter in others])
+        return self.missing
 
-        Returns:
-            Whether :meth:`copy_in` is to be called.
-        """
-        waiting = self._waiting
-        waiting.slots.append(slot)
-        waiting.nbytes += slot.nbytes
-        # The last gradient is copied when the bucket is packed, together with the flags.
-        return self.streams is None or (waiting.nbytes >= _WAITING_BYTES and self.missing > 1)
-
-    def copy_in(self, channel: Communicator, scale: float) -> None:
-        """Copies the gradients that were taken into the buffer (see [Note: copied at once])."""
+    def copy_in(self, slots: Sequence[DenseSlot], channel: Communicator, scale: float) -> None:
+        """Copies gradients into the buffer before it is packed (see [Note: copied at once])."""
         self._check_holders(channel)
-        sources: list[Tensor] = []
-        slots: list[DenseSlot] = []
-        for slot in self._waiting.slots:
-            gradient = slot.gradient
-            if gradient is not None and not slot.is_installed(gradient):
-                sources.append(gradient)
-                slots.append(slot)
-        self._waiting = _Waiting()
-        if not sources:
+        self.waiting = 0
+        gradients = [(slot, gradient) for slot in slots if (gradient := slot.gradient) is not None]
+        copied = [(slot, gradient) for slot, gradient in gradients if not slot.is_installed(gradient)]
+        if not copied:
             return
+        sources = [gradient for _, gradient in copied]
         if self.streams is not None:
             self.streams.keep(sources)
-        _copy([slot.view for slot in slots], sources, scale)
-        for slot, gradient in zip(slots, sources, strict=True):
+        _copy([slot.view for slot, _ in copied], sources, scale)
+        for slot, gradient in copied:
             if scale != 1.0:  # installed when packed: a second gradient of this backward would be added to the scaled
                 slot.copied = gradient, gradient._version
-            elif (parameter := slot.parameter()) is not None:
-                slot.install(parameter)
+            else:
+                slot.install()
 
     def pack(self, channel: Communicator, scale: float, summary: Summary | None = None) -> None:
         """Copies all gradients, times ``scale``, and the flags into the buffer, which is then ready for the reduction.
@@ -370,26 +371,25 @@ class Bucket:
             summary: for the last bucket of a backward.
         """
         self._check_holders(channel)
-        used: list[bool] = []
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for slot in self.slots:
-            parameter = slot.parameter()
-            gradient = None if parameter is None else parameter.grad
-            fresh = slot.arrived or (slot.unsynced and gradient is not None)
-            used.append(fresh)
-            if parameter is None or gradient is None:
-                slot.view.zero_()
-            elif slot.is_installed(gradient):
-                if scale != 1.0:
-                    slot.view.mul_(scale)
-            else:
-                if slot.copied is None or slot.copied[0] is not gradient or slot.copied[1] != gradient._version:
-                    sources.append(gradient)
-                    targets.append(slot.view)
-                if fresh:
-                    slot.install(parameter)
-            slot.copied = None
+        gradients = self._gradients()
+        used = [s.arrived or (s.unsynced and g is not None) for s, g in zip(self.slots, gradients, strict=True)]
+        # Lists are made one after the other, because a loop that does everything for a slot takes twice as long.
+        outside = [
+            (slot, gradient)
+            for slot, gradient in zip(self.slots, gradients, strict=True)
+            if gradient is not None
+            and (gradient.is_sparse or gradient.data_ptr() != slot.address or not slot.is_installed(gradient))
+        ]
+        if len(outside) < len(self.slots):
+            self._pack_others(gradients, scale)
+        to_copy = outside if scale == 1.0 else [(s, gradient) for s, gradient in outside if not s.has_copied(gradient)]
+        sources, targets = [gradient for _, gradient in to_copy], [slot.view for slot, _ in to_copy]
+        for slot, _ in outside:
+            if (slot.arrived or slot.unsynced) and (parameter := slot.parameter()) is not None:
+                parameter.grad = slot.view.detach()
+        if scale != 1.0:
+            for slot in self.slots:
+                slot.copied = None
         self.flags = used if summary is None else [*used, *summary.flags()]
         if self.streams is not None:
             self.streams.keep(sources)
@@ -401,7 +401,19 @@ class Bucket:
         if sources:
             _copy(targets, sources, scale)
         self.is_packed = True
-        self._packed = [slot.gradient for slot in self.slots] if summary is None else [], self.buffer._version
+        self._packed = self._gradients() if summary is None else [], self.buffer._version
+
+    def _gradients(self) -> list[Tensor | None]:
+        """Returns the gradient of each slot's parameter, or None."""
+        return [None if (parameter := slot.parameter()) is None else parameter.grad for slot in self.slots]
+
+    def _pack_others(self, gradients: Sequence[Tensor | None], scale: float) -> None:
+        """Packs gradients that are in the buffer already, and zeros for those that do not exist."""
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is None:
+                slot.view.zero_()
+            elif scale != 1.0 and slot.is_installed(gradient):
+                slot.view.mul_(scale)
 
     def _tail_on_device(self) -> Tensor:
         """Returns the tail with the flags. It is sent to the device only if they have changed."""
@@ -422,7 +434,7 @@ class Bucket:
         """
         gradients, version = self._packed
         pairs = zip(self.slots, gradients, strict=True)
-        changed = [slot for slot, packed in pairs if slot.gradient is not packed and slot.parameter() is not None]
+        changed = [slot for slot, packed in pairs if (p := slot.parameter()) is not None and p.grad is not packed]
         if not changed and self.buffer._version != version:
             changed = self.slots
         if changed:
@@ -462,10 +474,11 @@ class Bucket:
             MirrorError: a parameter is frozen on this tower, but not on another one.
         """
         self.is_packed = self._holders_checked = False
-        self._waiting = _Waiting()
+        self.waiting = 0
         self._packed = [], 0
         if self.streams is not None:
             self.streams.reset()
+        self._expected = sum([slot.arrived for slot in self.slots])
         used = self.flags[: len(self.slots)]
         anywhere = used if all(used) else counts.used()
         for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
@@ -480,7 +493,7 @@ class Bucket:
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
             if not slot.is_installed(parameter.grad):
-                slot.install(parameter)
+                slot.install()
 
     def _allocate(self, channel: Communicator) -> None:
         start = self.padded_numel(channel.size)
@@ -490,6 +503,7 @@ class Bucket:
         for slot in self.slots:
             parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
+            slot.address = slot.view.data_ptr()
         self._own = self.buffer.data_ptr(), storage_holders(self.buffer)
 
     def drop_memory(self) -> None:
@@ -632,9 +646,10 @@ class BucketLayout:
 
     def converted(self) -> str | None:
         """Returns a parameter that was converted or moved since, with its present dtype and device; or None."""
-        for slot in self.slots:
-            now = slot.parameter()
-            if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):
+        pairs = [(slot, now) for slot in self.slots if (now := slot.parameter()) is not None]
+        # Functions of ours are called for tensors that seem to be others only.
+        for slot, now in [(s, p) for s, p in pairs if _grad_dtype(p) is not s.dtype or p.device != s.device]:
+            if gradient_dtype(now) != slot.dtype or now.device != slot.device:
                 return f"parameter {slot.name}, now {gradient_dtype(now)} on {now.device}"
         return None
 

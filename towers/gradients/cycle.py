@@ -20,7 +20,7 @@ from torch import Tensor
 from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError, MirrorError, TowersError
-from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
+from towers.gradients.buckets import WAITING_BYTES, Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
 from towers.gradients.flags import (
     BackwardCounter,
     Comparison,
@@ -196,7 +196,7 @@ class Cycle:
         self._task = current_graph_task_id()
         self._expected = self._prediction.next()
         for index in self._expected:
-            self._layout.buckets[index].count_missing()
+            self._layout.buckets[index].expect_gradients()
         self._next = 0  # index in the expected buckets
         self._started: list[Bucket] = []
 
@@ -228,22 +228,27 @@ class Cycle:
                 "this to shared parameters: use torch.utils.checkpoint with use_reentrant=False), or requires_grad was "
                 "changed during backward()"
             )
-        if bucket.streams is not None:
-            bucket.streams.advance()
-        if slot.copied_at_once and is_last and gradient is not None and bucket.take(slot):
-            self._copy_in(bucket)
-        if slot.arrived:
-            return False
-        slot.arrived = True
+        streams = bucket.streams
+        if streams is not None and streams.address_of(streams.index) != streams.address:
+            streams.advance()
+        is_first, slot.arrived = not slot.arrived, True
         if is_last:  # otherwise, its bucket is packed at the end
-            bucket.missing -= 1
-            if bucket.missing == 0 and self._starts_early:
-                self._start_full()
-        return True
+            if streams is not None:
+                bucket.waiting = waiting = bucket.waiting + slot.nbytes
+                if waiting >= WAITING_BYTES and bucket.missing > 1:  # the last one is copied together with the flags
+                    self._copy_in(bucket, [slot for slot in bucket.slots if slot.arrived])
+            elif slot.is_large:
+                self._copy_in(bucket, [slot])
+            if is_first:
+                bucket.missing = missing = bucket.missing - 1
+                if missing == 0 and bucket.count_missing() == 0 and self._starts_early:
+                    self._start_full()
+        return is_first
 
     @handles_gradients
-    def _copy_in(self, bucket: Bucket) -> None:
-        bucket.copy_in(self._channel, self._reduction.scale)
+    def _copy_in(self, bucket: Bucket, slots: Sequence[DenseSlot]) -> None:
+        """Copies gradients into their bucket (see [Note: copied at once] in :mod:`towers.gradients.buckets`)."""
+        bucket.copy_in(slots, self._channel, self._reduction.scale)
 
     @handles_gradients
     def _start_full(self) -> None:

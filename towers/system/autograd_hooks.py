@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from towers.system.torch_private import current_autograd_node, queue_callback
+from towers.system.torch_private import current_autograd_node, gradient_hooks, queue_callback
 
 _Owner = TypeVar("_Owner")
 
@@ -25,7 +25,8 @@ class GradientHook:
         call: called with the parameter.
 
     Attributes:
-        handle: torch's present handle. The hook runs last if ``handle.id`` is the parameter's ``last_gradient_hook``.
+        handle: torch's present handle.
+        order: the parameter's hooks, by the ids of their handles. This one runs last if its id is the last one.
     """
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -38,6 +39,7 @@ class GradientHook:
         parameter.requires_grad_(True)  # torch hooks only such tensors
         handle = parameter.register_post_accumulate_grad_hook(self._call)
         parameter.requires_grad_(trainable)
+        self.order = gradient_hooks(parameter)
         return handle
 
     def come_last(self) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -68,10 +68,22 @@ current_stream_of: Callable[[int], torch.Stream] = getattr(
 """Returns the current stream of an accelerator by its index, without the checks of ``torch.accelerator``."""
 
 
-def last_gradient_hook(parameter: Tensor) -> int:
-    """Returns the id of the hook that runs last after a gradient's accumulation; torch shows the order nowhere else."""
-    last: int = next(reversed(parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
-    return last
+def address_of_current_stream(kind: str) -> Callable[[int], object] | None:
+    """Returns a function for the address of the current stream of CUDA's or XPU's devices, by index; None for others.
+
+    It takes a tenth of the time of :data:`current_stream_of`, which makes an object. Compiled models use it.
+    """
+    function: Callable[[int], object] | None = getattr(torch._C, f"_{kind}_getCurrentRawStream", None)
+    return function
+
+
+def gradient_hooks(parameter: Tensor) -> Mapping[int, object]:
+    """Returns the hooks that follow a gradient's accumulation, by the ids of their handles, in the order of calls.
+
+    It is always the same object, and torch shows the order nowhere else.
+    """
+    hooks: Mapping[int, object] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return hooks
 
 
 SAVED_FACTORS = ("_saved_other", "_saved_self")
