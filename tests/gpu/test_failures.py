@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.gpu.pairs import start_pair
@@ -18,6 +20,8 @@ def test_the_other_tower_ends_and_names_the_one_that_failed(how: str, deadline: 
     first, second = start_pair([PROGRAM, how, str(deadline)], limit=55, patience=patience)
     assert first.code not in (0, None), first.err
     assert "tower 1" in first.err, first.err
+    if how == "sleep":  # the other GPU waits in a collective that tower 1 has not called
+        assert re.search(r"\ngroup .*: (tower 0 is in|.*; tower 0 is in) number \d+", first.err), first.err
     took = first.at - float(second.out.split()[0])
     print(f"{how}: {took:.1f} s\n{first.err}")
     assert took < limit

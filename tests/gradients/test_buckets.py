@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +162,8 @@ def test_bfloat16_on_the_wire() -> None:
 class FakeStream:
     """Notes for whom it waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.stream_id = number
         self.waited_for: list[FakeStream] = []
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -170,7 +172,7 @@ class FakeStream:
 
 def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
-    now, one, other = [FakeStream()], FakeStream(), FakeStream()
+    now, one, other = [FakeStream(0)], FakeStream(1), FakeStream(2)
     kept: list[tuple[Tensor, FakeStream]] = []
     monkeypatch.setattr(buckets, "current_stream_of", lambda index: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
@@ -201,8 +203,9 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
 
 def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
+    numbers = itertools.count()
     monkeypatch.setattr(buckets, "current_stream_of", lambda index: None)
-    monkeypatch.setattr(buckets, "address_of_current_stream", lambda kind: lambda index: object())  # always another one
+    monkeypatch.setattr(buckets, "address_of_current_stream", lambda kind: lambda index: next(numbers))  # others
     for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
         method = getattr(owner, name)
 

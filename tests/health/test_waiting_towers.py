@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import mirrored
 from tests.support.jobs import GLOO, SETTINGS, towers
@@ -96,6 +97,29 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str, all_ask
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
+
+
+def call_more_often_than_the_others(strategy: mirrored.Strategy, seconds: float) -> None:
+    """The chief calls a collective of the script's own group that the other tower leaves out, and waits in it."""
+    group = dist.new_group([0, 1], group_desc="of the script")
+    dist.all_reduce(torch.ones(3), group=group)
+    if strategy.is_chief:
+        say("the chief waits")
+        dist.all_reduce(torch.ones(2, 5), group=group)
+    wait_for("the chief waits")
+    shorten_deadlines(seconds)
+    strategy.reduce("sum", 1)
+
+
+def test_the_error_shows_a_collective_of_the_script_that_one_tower_has_left_out() -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        towers(call_more_often_than_the_others, 0.5, settings=SETTINGS["gloo"])
+    text = str(caught.value)
+    assert re.search(
+        r"\ngroup \d+ \(of the script\): tower 0 is in number 2, all_reduce of Float \[2, 5\]; "
+        r"tower 1 last called number 1, all_reduce of Float \[3\](\n|$)",
+        text,
+    )
 
 
 QUESTIONS = ("where?", "why?")

@@ -382,7 +382,9 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None, 
     while _unused:
         dist.destroy_process_group(_unused.pop())
     with forming(backend):
-        return dist.new_group(ranks, timeout=timeout, backend=backends(backend), use_local_synchronization=alone)
+        return dist.new_group(
+            ranks, timeout, backends(backend), use_local_synchronization=alone, group_desc="of mirrored"
+        )
 
 
 def communicator_over(group: Any, like: Communicator, timeout: timedelta) -> ProcessGroupCommunicator:

@@ -236,15 +236,14 @@ class StreamOrder:
         device: the bucket's, an accelerator.
 
     Attributes:
-        address_of, index: the function for the address of the current stream (for some accelerators, for that stream
-            itself), and its argument.
-        address: its result at the previous write. As long as it stays the same, :meth:`advance` need not be called.
+        number_of, index: the function for a number that identifies the current stream, and its argument.
+        number: its result at the previous write. As long as it stays the same, :meth:`advance` need not be called.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.index = device.index
-        self.address_of = address_of_current_stream(device.type) or (lambda index: current_stream_of(index))
-        self.address: object = None
+        self.number_of = address_of_current_stream(device.type) or (lambda index: current_stream_of(index).stream_id)
+        self.number: int | None = None
         self._stream: torch.Stream | None = None
         self._several = False
 
@@ -257,7 +256,7 @@ class StreamOrder:
         if before is not None and before != stream:
             stream.wait_stream(before)
             self._several = True
-        self._stream, self.address = stream, self.address_of(self.index)
+        self._stream, self.number = stream, self.number_of(self.index)
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Ensures that the memory of gradients that are dropped after their copy is not used again before the copy."""
@@ -268,7 +267,7 @@ class StreamOrder:
 
     def reset(self) -> None:
         """Forgets the streams of a backward that is over."""
-        self._stream, self.address, self._several = None, None, False
+        self._stream, self.number, self._several = None, None, False
 
 
 class Bucket:

@@ -229,7 +229,7 @@ class Cycle:
                 "changed during backward()"
             )
         streams = bucket.streams
-        if streams is not None and streams.address_of(streams.index) != streams.address:
+        if streams is not None and streams.number_of(streams.index) != streams.number:
             streams.advance()
         is_first, slot.arrived = not slot.arrived, True
         if is_last:  # otherwise, its bucket is packed at the end

@@ -42,6 +42,7 @@ from torch.distributed import Store
 from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
 from towers.health.deadlock import Beat
+from towers.health.flight_recorder import Entered, entered
 from towers.health.status import AVERAGING, Health, PeerStatus, Status, StatusRecord, Wait
 from towers.health.timeout_messages import in_other_calls
 from towers.joining.participant import Participant
@@ -100,6 +101,9 @@ class Heartbeat:
         tower: this tower, as it met the others.
         store: the store where they met.
 
+    Attributes:
+        tower: this tower's index.
+
     Raises:
         StartupError: the store has ended.
     """
@@ -107,7 +111,7 @@ class Heartbeat:
     def __init__(self, health: Health, tower: Participant, store: SignedStore) -> None:
         self._health = weakref.ref(health)
         self._record = health.record
-        self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
+        self.tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         with tower.needs_server():
             self._store = store.connect_again("health", _REQUEST)  # can be shared: no request waits for other towers
@@ -134,7 +138,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         store = self._store
-        log.debug("tower %d has started its heartbeats", self._tower)
+        log.debug("tower %d has started its heartbeats", self.tower)
         try:
             while (health := self._health()) is not None:
                 hurries = self._look(store, health)
@@ -160,17 +164,17 @@ class Heartbeat:
         if keeps_waiting:
             published = store.read(_DEADLOCK)
             health.deadlock = published["towers"] if published is not None else None
-        if self._tower == 0 and before >= 0:
+        if self.tower == 0 and before >= 0:
             self._look_for_deadlock(store, is_watched)
-        return waits is not None or (self._tower == 0 and is_watched)
+        return waits is not None or (self.tower == 0 and is_watched)
 
     def _send(self, store: SignedStore, health: Health) -> None:
         """Stores a heartbeat, and this tower's stack if another one has asked for it."""
-        me = self._tower
+        me = self.tower
         store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
         asked = store.add(f"queries{me}", 0)
         if asked > self._answered:
-            store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
+            store.write(f"answer{me}", {"query": asked, "stack": main_stack(), "collectives": entered()})
             self._answered = asked
 
     def _beat(self, health: Health) -> Beat:
@@ -207,7 +211,7 @@ class Heartbeat:
         done = threading.Event()
 
         def leave(store: SignedStore) -> None:
-            store.write(f"{name}{self._tower}", message)
+            store.write(f"{name}{self.tower}", message)
             if store.add(f"left {name}", 1) == len(self._towers):
                 stored = store.read_all([f"{name}{tower}" for tower in self._towers])
                 messages.extend(m for m in stored if m is not None)
@@ -224,7 +228,7 @@ class Heartbeat:
 
     def others(self) -> list[int]:
         """Returns all towers but this one."""
-        return [tower for tower in self._towers if tower != self._tower]
+        return [tower for tower in self._towers if tower != self.tower]
 
     def query(
         self, towers: Sequence[int], *, stacks: bool, explains: Callable[[Status], bool] = lambda status: True
@@ -242,10 +246,13 @@ class Heartbeat:
         asked = [p.tower for p in peers if stacks and p.lives and (not many or self._may_explain(p, explains))]
         answers = self._ask(asked)
         now = {peer.tower: peer for peer in self._peers(asked)}  # a silent tower may have been woken to end
-        return [
-            dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, ""), asked=peer.tower in asked)
-            for peer in peers
-        ]
+        found = []
+        for peer in peers:
+            answer = answers.get(peer.tower, {"stack": "", "collectives": {}})
+            collectives = {group: Entered(*values) for group, values in answer["collectives"].items()}
+            changes = {"stack": answer["stack"], "asked": peer.tower in asked, "collectives": collectives}
+            found.append(dataclasses.replace(now.get(peer.tower, peer), **changes))
+        return found
 
     def first_result(self, question: str, compute: Callable[[], list[str]]) -> list[str]:
         """Returns the result of ``compute`` on the first of many towers with the same question.
@@ -309,8 +316,8 @@ class Heartbeat:
             peers.append(peer)
         return peers
 
-    def _ask(self, towers: Sequence[int]) -> dict[int, str]:
-        answers: dict[int, str] = {}
+    def _ask(self, towers: Sequence[int]) -> dict[int, Message]:
+        answers: dict[int, Message] = {}
 
         def ask() -> None:
             queries, again = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}, Deadline(0)
@@ -321,7 +328,7 @@ class Heartbeat:
                 for tower in living:
                     answer = self._store.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
-                        answers[tower] = answer["stack"]
+                        answers[tower] = answer
                 clock.sleep(0.05)
 
         in_time(_LONGEST + self._late, ask)  # a store whose host is gone may never answer

@@ -20,11 +20,12 @@ import os
 import pathlib
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from towers.errors import DeadlockError
 from towers.health import failure
+from towers.health.flight_recorder import Entered
 from towers.joining.store import Message
 from towers.system.timeouts import clock
 from towers.topology import STATUS_RECORD
@@ -138,6 +139,7 @@ class PeerStatus:
         stack: its main thread's stack, if it has answered a query.
         silence_limit: the number of silent seconds after which it counts as gone.
         asked: whether it was asked for its stack.
+        collectives: the collectives of c10d's groups that it was in when it answered.
     """
 
     tower: int
@@ -148,6 +150,7 @@ class PeerStatus:
     stack: str = ""
     silence_limit: float = math.inf
     asked: bool = False
+    collectives: Mapping[str, Entered] = dataclasses.field(default_factory=dict)
 
     @property
     def lives(self) -> bool:
@@ -167,7 +170,13 @@ class PeerStatus:
 
 
 class Peers(Protocol):
-    """The other towers, which can be queried: :class:`towers.health.heartbeat.Heartbeat`."""
+    """The other towers, which can be queried: :class:`towers.health.heartbeat.Heartbeat`.
+
+    Attributes:
+        tower: this tower's index.
+    """
+
+    tower: int
 
     def others(self) -> list[int]:
         """Returns all towers but this one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from towers.errors import CollectiveTimeoutError, PeerLostError, collective_timeout
+from towers.health.flight_recorder import describe, entered
 from towers.health.status import Health, Peers, PeerStatus, Status
 from towers.system.messages import digest_of
 
@@ -22,12 +23,15 @@ def timeout_error(health: Health, tower: int, seconds: float, awaited: int | Non
         return collective_timeout(tower, seconds, name)
     activity, stacks = in_other_calls(health)  # the awaited tower may itself wait for one of these
     if not activity and awaited is not None:
-        activity, stacks = _in_words(health.heartbeat.query([awaited], stacks=True))
+        activity, stack = _in_words(health.heartbeat.query([awaited], stacks=True))
+        stacks = _lines(stack, stacks)
     return collective_timeout(tower, seconds, name, str(health.status), activity, stacks)
 
 
 def in_other_calls(health: Health, *, stacks: bool = True) -> tuple[str, str]:
     """Returns the activity and the stacks of towers that are in another call than this one, or are gone.
+
+    With the stacks, it returns in which collectives of c10d the towers are (:mod:`towers.health.flight_recorder`).
 
     Args:
         stacks: whether to query their stacks, which takes seconds.
@@ -37,9 +41,12 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> tuple[str, str]:
     def is_here(other: Status) -> bool:
         return (other.run, other.phase, other.call) == (own.run, own.phase, own.call)
 
-    def look(others: Peers) -> list[PeerStatus]:
+    def look(others: Peers) -> tuple[str, str]:
         peers = others.query(others.others(), stacks=stacks, explains=lambda status: not is_here(status))
-        return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
+        elsewhere = [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
+        activity, found = _in_words(elsewhere)
+        collectives = {others.tower: entered(), **{peer.tower: peer.collectives for peer in peers}} if stacks else {}
+        return activity, _lines(found, describe(collectives))
 
     return _found_by_one(health, digest_of([own.run, own.phase, own.call, stacks]), look)
 
@@ -47,9 +54,9 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> tuple[str, str]:
 def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostError:
     """Returns the error of ``tower``, which has lost its connection to some other tower."""
 
-    def look(others: Peers) -> list[PeerStatus]:
+    def look(others: Peers) -> tuple[str, str]:
         peers = others.query(others.others(), stacks=True, explains=lambda status: False)
-        return [peer for peer in peers if not peer.lives or (peer.asked and not peer.stack)]
+        return _in_words([peer for peer in peers if not peer.lives or (peer.asked and not peer.stack)])
 
     silent, _ = _found_by_one(health, "lost", look)
     reason = (str(error).splitlines() or [""])[0]
@@ -57,12 +64,12 @@ def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostErr
     return PeerLostError(f"tower {tower} lost its connection to another tower in a collective ({reason}){listing}")
 
 
-def _found_by_one(health: Health, question: str, look: Callable[[Peers], list[PeerStatus]]) -> tuple[str, str]:
-    """Returns the result of ``look``, in words. If many towers have the same question, one looks for all of them."""
+def _found_by_one(health: Health, question: str, look: Callable[[Peers], tuple[str, str]]) -> tuple[str, str]:
+    """Returns the result of ``look``. If many towers have the same question, one looks for all of them."""
     others = health.heartbeat
     if others is None:
         return "", ""
-    activity, stacks = others.first_result(question, lambda: list(_in_words(look(others))))
+    activity, stacks = others.first_result(question, lambda: list(look(others)))
     return activity, stacks
 
 
@@ -72,6 +79,10 @@ def last_seen(health: Health, towers: Sequence[int]) -> str:
         return ""
     peers = health.heartbeat.query(towers, stacks=False)
     return "".join(f"; tower {peer.tower} was last seen {peer.status}" for peer in peers[:_SHOWN] if peer.status)
+
+
+def _lines(*texts: str) -> str:
+    return "\n".join(filter(None, texts))
 
 
 def _in_words(peers: Sequence[PeerStatus]) -> tuple[str, str]:

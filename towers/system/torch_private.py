@@ -12,6 +12,7 @@ This module does not import torch's compiler, which takes a second to load.
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import os
 import sys
@@ -68,12 +69,12 @@ current_stream_of: Callable[[int], torch.Stream] = getattr(
 """Returns the current stream of an accelerator by its index, without the checks of ``torch.accelerator``."""
 
 
-def address_of_current_stream(kind: str) -> Callable[[int], object] | None:
+def address_of_current_stream(kind: str) -> Callable[[int], int] | None:
     """Returns a function for the address of the current stream of CUDA's or XPU's devices, by index; None for others.
 
     It takes a tenth of the time of :data:`current_stream_of`, which makes an object. Compiled models use it.
     """
-    function: Callable[[int], object] | None = getattr(torch._C, f"_{kind}_getCurrentRawStream", None)
+    function: Callable[[int], int] | None = getattr(torch._C, f"_{kind}_getCurrentRawStream", None)
     return function
 
 
@@ -274,6 +275,19 @@ def count_of_groups() -> int:
     If it differs between them, they wait for each other in groups of different names. No public name tells it.
     """
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Returns the records of torch's flight recorder on collectives of NCCL and Gloo, in the order of the calls.
+
+    ``torch.distributed.flight_recorder`` analyses the same records, from files that each rank has written.
+    """
+    texts = [
+        dump()
+        for dump in (getattr(torch._C._distributed_c10d, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr"))
+        if dump is not None
+    ]
+    return [record for text in texts for record in json.loads(text).get("entries", ())]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
