@@ -6,8 +6,8 @@ import importlib
 import sys
 
 BENCHMARKS = (
-    *("allreduce", "checkpoint", "control", "counts", "device", "fit", "hosts", "local", "memory", "table"),
-    *("mirror", "monitor", "parts", "scaling", "servers", "start", "step", "virtual"),
+    *("allreduce", "checkpoint", "control", "counts", "device", "fit", "gradients", "hosts", "local", "memory"),
+    *("mirror", "monitor", "parts", "scaling", "servers", "start", "step", "table", "virtual"),
 )
 
 

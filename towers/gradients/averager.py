@@ -6,7 +6,7 @@ One backward consists of these steps:
 1. ``_arrive``: autograd has finished a parameter's gradient. The first gradient opens a cycle
    (:class:`towers.gradients.cycle.Cycle`) and registers ``_finish`` with autograd for the end of this backward: the
    outermost one, if checkpoints run others within it.
-2. ``Cycle.arrive``: a bucket is full. From the second backward on, it is packed and started now. Through NCCL and
+2. ``Cycle.start_full``: a bucket is full. From the second backward on, it is packed and started now. Through NCCL and
    Gloo, it is then reduced in parallel with the rest of the backward; in shared memory, together with all others in
    step 3. Buckets start in the order of their indices. So all towers run the same collectives in the same order, in
    whichever order their gradients arrived.
@@ -41,12 +41,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
-from towers.gradients.buckets import BucketLayout, DenseSlot, Keys, Slot, handles_gradients
+from towers.gradients.buckets import WAITING_BYTES, BucketLayout, DenseSlot, Keys, Slot, handles_gradients
 from towers.gradients.cycle import Cycle, State, Watch
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
-from towers.system.tensors import Named
+from towers.system.tensors import Named, grad_dtype
 from towers.system.torch_private import current_graph_task_id, disable_dynamo
 
 
@@ -213,14 +213,14 @@ class GradientAverager(GradientReducer):
     def _arrive(self, slot: Slot, parameter: Tensor) -> None:
         """Handles a gradient that autograd has finished.
 
-        Autograd also calls the hooks of parameters that were frozen since the forward. This is called for every
-        gradient, so it and :meth:`Cycle.arrive` call as few functions as possible.
+        Autograd also calls the hooks of parameters that were frozen since the forward. Autograd calls this for every
+        gradient, so it is one function that calls few others, and leaves the gradient alone: in a backward, a call
+        takes 0.2 µs, and so does a tensor's object.
         """
         hooks = self._hooks
         if hooks is _DISABLED or not parameter.requires_grad:
             return
-        gradient = parameter.grad
-        if gradient is not None and gradient.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (gradient := parameter.grad) is not None and gradient.requires_grad:
             self._refuse_graph(slot)
         if hooks is _ACCUMULATE:
             slot.unsynced = self._any_unsynced = True
@@ -230,15 +230,35 @@ class GradientAverager(GradientReducer):
         if cycle.state is _IDLE:
             cycle.open()
             when_backward_is_done(self._finish)
+        if not cycle.may_start_early:
+            cycle.look_for_nesting()
+        is_first, slot.arrived = not slot.arrived, True
+        if not isinstance(slot, DenseSlot):
+            return
+        bucket = slot.bucket
+        if bucket.is_packed or grad_dtype(parameter) is not slot.dtype:
+            cycle.check_arrival(slot, parameter)
+        streams = bucket.streams
+        if streams is not None and streams.number_of(streams.index) != streams.number:
+            streams.advance()
         hook = slot.hook
         assert hook is not None
-        order = hook.order
-        is_last = len(order) == 1 or next(reversed(order)) == hook.handle.id
-        if cycle.arrive(slot, parameter, gradient, is_last):
-            if self._arrivals is not None:
-                self._arrivals.append(slot.name)
-            if not is_last:
+        if len(hook.order) > 1 and not hook.runs_last():
+            if is_first:  # its bucket is packed at the end
                 self._overtaken.append(hook)
+        else:
+            if streams is not None:
+                bucket.waiting = waiting = bucket.waiting + slot.nbytes
+                if waiting >= WAITING_BYTES and bucket.missing > 1:  # the last one is copied together with the flags
+                    cycle.copy_in(bucket, [slot for slot in bucket.slots if slot.arrived])
+            elif slot.is_large:
+                cycle.copy_in(bucket, [slot])
+            if is_first:
+                bucket.missing = missing = bucket.missing - 1
+                if missing == 0 and bucket.count_missing() == 0:
+                    cycle.start_full()
+        if is_first and self._arrivals is not None:
+            self._arrivals.append(slot.name)
 
     def _refuse_graph(self, slot: Slot) -> None:
         raise TowersError(

@@ -47,11 +47,12 @@ the next layout, all towers have released the keys that the previous layout rele
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ from towers.errors import MirrorError, TowersError
 from towers.gradients.flags import BITS, Counts, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
-from towers.system.tensors import Named, gradient_dtype, on_device, view_like
+from towers.system.tensors import Named, grad_dtype, gradient_dtype, on_device, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
     address_of_current_stream,
@@ -72,7 +73,7 @@ from towers.system.torch_private import (
     storage_holders,
 )
 
-_grad_dtype = operator.attrgetter("grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype")
+_device: Callable[[Any], torch.device] = operator.attrgetter("device")  # runs no code in Python
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from this size on, copying a gradient at once saves more than one call for many gradients
@@ -479,8 +480,12 @@ class Bucket:
             self.streams.reset()
         self._expected = sum([slot.arrived for slot in self.slots])
         used = self.flags[: len(self.slots)]
-        anywhere = used if all(used) else counts.used()
-        for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
+        if all(used):
+            for slot in self.slots:
+                slot.arrived = slot.unsynced = False
+                slot.averaged = number
+            return
+        for slot, used_here, count in zip(self.slots, used, counts.used(), strict=True):
             slot.arrived = slot.unsynced = False
             if count:
                 slot.averaged = number
@@ -616,6 +621,8 @@ class BucketLayout:
         self.trainable_units = [any(slot.trainable for slot in bucket.slots) for bucket in self.buckets]
         self.trainable_units += [slot.trainable for slot in self.sparse]
         self._by_id = {id(slot.parameter()): slot for slot in self.slots}
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._kinds = [slot.dtype for slot in self.slots], [slot.device for slot in self.slots]
 
     def trainable(self) -> tuple[int, ...]:
         """Returns the indices of the buckets that a first backward may have gradients for."""
@@ -645,10 +652,13 @@ class BucketLayout:
 
     def converted(self) -> str | None:
         """Returns a parameter that was converted or moved since, with its present dtype and device; or None."""
-        pairs = [(slot, now) for slot in self.slots if (now := slot.parameter()) is not None]
-        # Functions of ours are called for tensors that seem to be others only.
-        for slot, now in [(s, p) for s, p in pairs if _grad_dtype(p) is not s.dtype or p.device != s.device]:
-            if gradient_dtype(now) != slot.dtype or now.device != slot.device:
+        parameters = [parameter() for parameter in self._parameters]
+        with contextlib.suppress(AttributeError):  # a parameter is gone
+            if (list(map(grad_dtype, parameters)), list(map(_device, parameters))) == self._kinds:
+                return None
+        for slot in self.slots:
+            now = slot.parameter()
+            if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):
                 return f"parameter {slot.name}, now {gradient_dtype(now)} on {now.device}"
         return None
 

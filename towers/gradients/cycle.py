@@ -20,7 +20,7 @@ from torch import Tensor
 from towers.collectives.agreement import RepeatedCalls
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError, MirrorError, TowersError
-from towers.gradients.buckets import WAITING_BYTES, Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
+from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
 from towers.gradients.flags import (
     BackwardCounter,
     Comparison,
@@ -109,6 +109,8 @@ class Cycle:
 
     Attributes:
         state: changes in :meth:`_enter` only.
+        may_start_early: whether buckets may start before backward is over. They may not in the first cycle, and never
+            if that one contained a reentrant backward.
         backward: the present one.
         number: the number of averages: opened cycles, and averages by other means (``note_averaged``).
     """
@@ -123,7 +125,7 @@ class Cycle:
         self.backward = BackwardCounter()
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
-        self._may_start_early = False  # in the first cycle, and for good if that one contained a reentrant backward
+        self.may_start_early = False
         self._starts_early = False  # in this cycle
         self._nested = False
         self._task = -1  # autograd's task in which the cycle was opened
@@ -185,7 +187,7 @@ class Cycle:
                 "compiles the model's backward without it"
             )
         self.check_paired()
-        self._starts_early = self._may_start_early
+        self._starts_early = self.may_start_early
         if self._comparison is not None:
             self._comparison.begin()
             self._starts_early &= self._comparison.lets_buckets_start_early()
@@ -200,59 +202,42 @@ class Cycle:
         self._next = 0  # index in the expected buckets
         self._started: list[Bucket] = []
 
-    def arrive(self, slot: Slot, parameter: Tensor, gradient: Tensor | None, is_last: bool) -> bool:
-        """Handles a finished gradient, and returns whether it is a parameter's first dense one in this backward.
+    def look_for_nesting(self) -> None:
+        """Notes if a gradient arrives in a backward within the backward, as reentrant checkpoints run one."""
+        if self._task != current_graph_task_id():
+            self._nested = True
 
-        Args:
-            is_last: whether no hook of the script may still change it.
+    def check_arrival(self, slot: DenseSlot, parameter: Tensor) -> None:
+        """Checks that a gradient that has arrived can be averaged.
 
         Raises:
             TowersError: it cannot be averaged any more.
         """
-        if not self._may_start_early and self._task != current_graph_task_id():
-            self._nested = True  # a backward within the backward (reentrant checkpoints)
-        if not isinstance(slot, DenseSlot):
-            slot.arrived = True
-            return False
-        bucket = slot.bucket
+        gradient = parameter.grad
         if gradient is not None and gradient.dtype != slot.dtype and gradient_dtype(parameter) != slot.dtype:
             raise TowersError(
                 f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its "
                 f"gradients were of {slot.dtype} at the start of strategy.run(...). Convert a model (model.to, "
                 "model.float, model.half) between two runs, on all towers"
             )
-        if bucket.is_packed:
+        if slot.bucket.is_packed:
             raise TowersError(
                 f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
                 "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "
                 "this to shared parameters: use torch.utils.checkpoint with use_reentrant=False), or requires_grad was "
                 "changed during backward()"
             )
-        streams = bucket.streams
-        if streams is not None and streams.number_of(streams.index) != streams.number:
-            streams.advance()
-        is_first, slot.arrived = not slot.arrived, True
-        if is_last:  # otherwise, its bucket is packed at the end
-            if streams is not None:
-                bucket.waiting = waiting = bucket.waiting + slot.nbytes
-                if waiting >= WAITING_BYTES and bucket.missing > 1:  # the last one is copied together with the flags
-                    self._copy_in(bucket, [slot for slot in bucket.slots if slot.arrived])
-            elif slot.is_large:
-                self._copy_in(bucket, [slot])
-            if is_first:
-                bucket.missing = missing = bucket.missing - 1
-                if missing == 0 and bucket.count_missing() == 0 and self._starts_early:
-                    self._start_full()
-        return is_first
 
     @handles_gradients
-    def _copy_in(self, bucket: Bucket, slots: Sequence[DenseSlot]) -> None:
+    def copy_in(self, bucket: Bucket, slots: Sequence[DenseSlot]) -> None:
         """Copies gradients into their bucket (see [Note: copied at once] in :mod:`towers.gradients.buckets`)."""
         bucket.copy_in(slots, self._channel, self._reduction.scale)
 
     @handles_gradients
-    def _start_full(self) -> None:
-        """Starts, in order, all full buckets except the last one."""
+    def start_full(self) -> None:
+        """Starts, in order, all full buckets except the last one, if buckets may start before backward is over."""
+        if not self._starts_early:
+            return
         while self._next < len(self._expected) - 1:
             bucket = self._layout.buckets[self._expected[self._next]]
             if bucket.missing:
@@ -284,7 +269,7 @@ class Cycle:
         with range_("mirrored::average"):
             touched = self._reduce(reduction or self._reduction)
         self._prediction.learn(tuple(b.index for b in self._layout.buckets if touched[b.index]) or (0,))
-        self._may_start_early = not self._nested
+        self.may_start_early = not self._nested
         self._enter(State.IDLE)
 
     def _reduce(self, reduction: Reduction) -> list[bool]:

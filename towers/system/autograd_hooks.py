@@ -26,7 +26,7 @@ class GradientHook:
 
     Attributes:
         handle: torch's present handle.
-        order: the parameter's hooks, by the ids of their handles. This one runs last if its id is the last one.
+        order: the parameter's hooks, by the ids of their handles, in the order of calls.
     """
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -41,6 +41,10 @@ class GradientHook:
         parameter.requires_grad_(trainable)
         self.order = gradient_hooks(parameter)
         return handle
+
+    def runs_last(self) -> bool:
+        """Returns whether this hook runs after all others of the parameter."""
+        return bool(next(reversed(self.order)) == self.handle.id)
 
     def come_last(self) -> None:
         """Moves this hook behind all other present hooks of the parameter. It must not be called during a backward."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -30,6 +31,12 @@ def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
     if tensor.is_contiguous() or not is_dense(tensor):
         return flat.view(tensor.shape)
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+
+
+grad_dtype: Callable[[Any], torch.dtype | None] = operator.attrgetter(
+    "grad_dtype" if hasattr(Tensor, "grad_dtype") else "dtype"
+)
+"""Returns a parameter's ``grad_dtype``, which is mostly its :func:`gradient_dtype`, and runs no code in Python."""
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:

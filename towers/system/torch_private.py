@@ -16,7 +16,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -78,12 +78,12 @@ def address_of_current_stream(kind: str) -> Callable[[int], int] | None:
     return function
 
 
-def gradient_hooks(parameter: Tensor) -> Mapping[int, object]:
+def gradient_hooks(parameter: Tensor) -> dict[int, object]:
     """Returns the hooks that follow a gradient's accumulation, by the ids of their handles, in the order of calls.
 
     It is always the same object, and torch shows the order nowhere else.
     """
-    hooks: Mapping[int, object] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: dict[int, object] = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     return hooks
 
 
