@@ -141,7 +141,7 @@ class OptimizerGuard:
         parameters = _parameters_of(optimizer)
         if not parameters or self._is_inner_optimizer(optimizer):
             return
-        unmirrored = self._recorder.others(parameters)  # mostly none, and only these are looked at closely
+        unmirrored = self._recorder.others(parameters)  # usually empty; only these need the other checks
         if any(map(self._recorder.was_replaced, unmirrored)):
             raise MirrorError(
                 f"{type(optimizer).__name__} was created before strategy.shard(model), which replaces the parameters: "

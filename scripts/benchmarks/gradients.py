@@ -1,16 +1,15 @@
 """The time that the host takes for each gradient of a backward, beyond a backward alone: ``mirrored`` against DDP.
 
-The process group has one rank, so no time is spent on waiting for other ranks. The parameters are small, so a GPU waits
-for the host. Variants take turns; of each, the first decile counts, because a shared machine only ever adds time.
+The process group has one rank, so no rank waits for another. The parameters are small, so a GPU waits for the host.
+Variants take turns. The first decile of each counts, because other programs on the machine only add time.
 
-Where there is a GPU, all of it runs on the GPU. Elsewhere, tensors are in the CPU's memory, but ``mirrored`` treats
-them as on an accelerator: it follows streams (of which there is one), and compares towers over the hosts. Then DDP's
-copy of each gradient takes 1 µs; the start of a kernel on a GPU takes several times as long.
+If there is a GPU, everything runs on the GPU. Otherwise, tensors are in the CPU's memory, but ``mirrored`` handles them
+as on an accelerator: it follows streams (there is one), and compares towers over the hosts. DDP's copy of a gradient
+then takes 1 µs. The start of a kernel on a GPU takes several times as long.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -123,7 +122,6 @@ def main(arguments: Sequence[str]) -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         _treat_cpus_as_accelerators()
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", f"file://{file.name}", world_size=1, rank=0

@@ -223,3 +223,18 @@ def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pyte
     assert did[:3] == ["advance", "copy_in", "advance"]
     assert did[did.index("copy_in") - 1] == "advance"
     assert did[3:] == ["advance", "pack"]
+
+
+def test_a_bucket_waits_for_gradients_that_the_last_backward_did_not_have() -> None:
+    averager = GradientAverager(Alone(torch.device("cpu")), bucket_bytes=100)
+    parameters = nn.ParameterList([torch.ones(3) for _ in range(6)])
+    averager.add([Named(name, p, "parameter", True) for name, p in parameters.named_parameters()])
+    assert [len(bucket.slots) for bucket in averager.layout.buckets] == [3, 3]
+    for used in ([0, 1, 2, 4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 3, 4, 5]):
+        product = torch.ones(3)
+        for number in used:
+            parameters[number].grad = None
+            product = product * parameters[number]
+        product.sum().backward()
+        for number in used:
+            assert torch.equal(parameters[number].grad, torch.ones(3))

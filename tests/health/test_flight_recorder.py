@@ -1,4 +1,4 @@
-"""What messages say of torch's records of collectives. (Towers that hang: ``test_waiting_towers.py``.)"""
+"""Messages on torch's records of collectives. (``test_waiting_towers.py`` tests towers that hang.)"""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from tests.support.unwell import TORCHRUN, unwell
 from tests.support.waiting import HANG, forever, wait_until
 from towers.collectives import nccl, process_group
 from towers.health import heartbeat
+from towers.health.flight_recorder import entered
 from towers.health.heartbeat import Heartbeat
 from towers.health.status import StatusRecord
 
@@ -104,9 +105,11 @@ def call_more_often_than_the_others(strategy: mirrored.Strategy, seconds: float)
     group = dist.new_group([0, 1], group_desc="of the script")
     dist.all_reduce(torch.ones(3), group=group)
     if strategy.is_chief:
+        work = dist.all_reduce(torch.ones(2, 5), group=group, async_op=True)
         say("the chief waits")
-        dist.all_reduce(torch.ones(2, 5), group=group)
+        work.wait()
     wait_for("the chief waits")
+    wait_until(lambda: all(place.ended for name, place in entered().items() if name.endswith("(of the script)")))
     shorten_deadlines(seconds)
     strategy.reduce("sum", 1)
 
