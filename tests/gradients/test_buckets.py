@@ -226,7 +226,7 @@ def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pyte
 
 
 def test_a_bucket_waits_for_gradients_that_the_last_backward_did_not_have() -> None:
-    averager = GradientAverager(Alone(torch.device("cpu")), bucket_bytes=100)
+    averager = GradientAverager(Alone(torch.device("cpu")), bucket_bytes=200)
     parameters = nn.ParameterList([torch.ones(3) for _ in range(6)])
     averager.add([Named(name, p, "parameter", True) for name, p in parameters.named_parameters()])
     assert [len(bucket.slots) for bucket in averager.layout.buckets] == [3, 3]
