@@ -21,7 +21,7 @@ from towers.collectives.communicator import Alone
 from towers.gradients import buckets
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket, StreamOrder
-from towers.gradients.flags import Comparison, Counts
+from towers.gradients.flags import Comparison
 from towers.system.tensors import Named
 
 
@@ -194,7 +194,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
     assert (one.waited_for, other.waited_for) == ([other], [one])
     bucket.pack(Alone(bucket.device), 1.0)
     assert [(id(tensor), stream) for tensor, stream in kept] == [(id(gradient), one) for gradient in gradients]
-    bucket.finish(Counts(lambda: [0.0, 0.0], slots=2, units=0), number=1, tower=0)
+    bucket.finish(lambda: [0.0, 0.0], number=1, tower=0)
     for parameter in parameters:
         parameter.grad = torch.ones(3)
     come(other, other)

@@ -19,7 +19,7 @@ from tests.support.handshakes import serve, tower
 from tests.support.hosts import on_small_disk
 from tests.support.jobs import towers
 from tests.support.programs import start_function
-from towers.gradients.flags import BackwardCounter
+from towers.gradients.flags import BEFORE_ALL
 from towers.health import heartbeat
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path
@@ -264,13 +264,13 @@ def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path
 
 def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
     health = Health(StatusRecord())
-    backward = BackwardCounter()
+    backward = BEFORE_ALL
     said = []
     for evaluates in (False, True, False):
         health.begin_run(evaluates)
         if not evaluates:
             health.train()
-            backward.begin(health.place)
+            backward = backward.next(health.place)
             said.append(str(backward))
         health.end_run()
     assert said == ["backward() number 1 of step 1", "backward() number 1 of step 2, in call 3 of strategy.run,"]

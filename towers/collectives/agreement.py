@@ -158,6 +158,8 @@ class RepeatedCalls:
     def take(self) -> list[str]:
         """Returns the calls since the last backward, when the next one begins."""
         self._backwards += 1
+        if not self._newest:
+            return []
         self._newest = {call: at for call, at in self._newest.items() if at > self._backwards - _REPEATS}
         noted, self._noted = self._noted, []
         return noted

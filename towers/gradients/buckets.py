@@ -47,7 +47,6 @@ the next layout, all towers have released the keys that the previous layout rele
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import weakref
@@ -60,7 +59,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT, chunk_numel
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError, TowersError
-from towers.gradients.flags import BITS, Counts, Summary
+from towers.gradients.flags import BITS, Read, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
 from towers.system.tensors import Named, grad_dtype, gradient_dtype, on_device, view_like
@@ -70,6 +69,7 @@ from towers.system.torch_private import (
     current_stream_of,
     foreach_copy_,
     foreach_mul_,
+    set_grad_enabled,
     storage_holders,
 )
 
@@ -95,8 +95,13 @@ def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            return method(*args, **kwargs)
+        records = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            with DisableTorchFunctionSubclass():
+                return method(*args, **kwargs)
+        finally:
+            set_grad_enabled(records)
 
     return wrapper
 
@@ -462,11 +467,11 @@ class Bucket:
         if moved or (views and views > sum(slot.is_installed(slot.gradient) for slot in self.slots)):
             self._allocate(channel)
 
-    def finish(self, counts: Counts, number: int, tower: int) -> None:
+    def finish(self, read: Read, number: int, tower: int) -> None:
         """Gives parameters that only other towers used the reduced gradient, too, and forgets this backward.
 
         Args:
-            counts: the towers' counts of this bucket's flags.
+            read: returns the towers' counts of this bucket's flags.
             number: the backward's.
             tower: this one, for messages.
 
@@ -485,7 +490,7 @@ class Bucket:
                 slot.arrived = slot.unsynced = False
                 slot.averaged = number
             return
-        for slot, used_here, count in zip(self.slots, used, counts.used(), strict=True):
+        for slot, used_here, count in zip(self.slots, used, read(), strict=False):  # the slots' flags are the first
             slot.arrived = slot.unsynced = False
             if count:
                 slot.averaged = number
@@ -653,9 +658,11 @@ class BucketLayout:
     def converted(self) -> str | None:
         """Returns a parameter that was converted or moved since, with its present dtype and device; or None."""
         parameters = [parameter() for parameter in self._parameters]
-        with contextlib.suppress(AttributeError):  # a parameter is gone
+        try:
             if (list(map(grad_dtype, parameters)), list(map(_device, parameters))) == self._kinds:
                 return None
+        except AttributeError:  # a parameter is gone
+            pass
         for slot in self.slots:
             now = slot.parameter()
             if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):

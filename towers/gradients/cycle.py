@@ -22,9 +22,8 @@ from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError, MirrorError, TowersError
 from towers.gradients.buckets import Bucket, BucketLayout, DenseSlot, Slot, handles_gradients
 from towers.gradients.flags import (
-    BackwardCounter,
+    BEFORE_ALL,
     Comparison,
-    Counts,
     Passed,
     Read,
     Summary,
@@ -74,7 +73,7 @@ class State(enum.Enum):
     FINISHING = "autograd is done; the rest starts, and all results are awaited"
 
 
-_NEXT = {State.IDLE: State.COLLECTING, State.COLLECTING: State.FINISHING, State.FINISHING: State.IDLE}
+_IDLE, _COLLECTING, _FINISHING = State  # faster than looking up members
 
 
 class Watch(Protocol):
@@ -122,7 +121,7 @@ class Cycle:
         self._reduction = reduction
         self._watch = watch
         self._calls = calls
-        self.backward = BackwardCounter()
+        self.backward = BEFORE_ALL
         # see [Note: usage flags between GPUs]; on CPUs, tails are read
         self._comparison = None if channel.device.type == "cpu" else Comparison(channel)
         self.may_start_early = False
@@ -160,15 +159,10 @@ class Cycle:
         if self._comparison is not None and (texts := self._comparison.difference()) is not None:
             raise self._break_off(texts)
 
-    def _enter(self, state: State) -> None:
-        assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
+    def _enter(self, state: State, phase: str, after: State) -> None:
+        assert self.state is after, f"{self.state} is not followed by {state}"
         self.state = state
-        health = self._channel.health
-        if state is State.COLLECTING:
-            self._phase_outside = health.phase
-            health.enter(BACKWARD)
-        else:
-            health.enter(AVERAGING if state is State.FINISHING else self._phase_outside)
+        self._channel.health.enter(phase)
 
     def expect_other_collectives(self) -> None:
         """Prepares for backwards with collectives on another communicator ([Note: other collectives in a backward])."""
@@ -192,9 +186,10 @@ class Cycle:
             self._comparison.begin()
             self._starts_early &= self._comparison.lets_buckets_start_early()
         self._channel.health.train()
-        self.backward.begin(self._channel.health.place, self._calls.take())
+        self.backward = self.backward.next(self._channel.health.place, self._calls.take())
         self.number += 1
-        self._enter(State.COLLECTING)
+        self._phase_outside = self._channel.health.phase
+        self._enter(_COLLECTING, BACKWARD, after=_IDLE)
         self._task = current_graph_task_id()
         self._expected = self._prediction.next()
         for index in self._expected:
@@ -265,12 +260,12 @@ class Cycle:
         Raises:
             DisagreementError, MirrorError, TowersError: the gradients cannot be averaged.
         """
-        self._enter(State.FINISHING)
+        self._enter(_FINISHING, AVERAGING, after=_COLLECTING)
         with range_("mirrored::average"):
             touched = self._reduce(reduction or self._reduction)
         self._prediction.learn(tuple(b.index for b in self._layout.buckets if touched[b.index]) or (0,))
         self.may_start_early = not self._nested
-        self._enter(State.IDLE)
+        self._enter(_IDLE, self._phase_outside, after=_FINISHING)
 
     def _reduce(self, reduction: Reduction) -> list[bool]:
         """Reduces all units that any tower has touched, and returns for each unit whether a tower has."""
@@ -281,19 +276,17 @@ class Cycle:
         *others, last = (buckets[index] for index in self._expected[self._next :])
         for bucket in others:
             self._start(bucket, reduction)
-        backward = self.backward.bits()
         if self._comparison is None:
-            self._start(last, reduction, Summary(touched, False, backward))
-            touched = self._read(self._await(reduction))
+            self._start(last, reduction, Summary(touched, False, self.backward.bits()))
+            touched = self._read(last, self._await(reduction))
         else:
             continues = touched == layout.trainable_units  # no tower can have touched more
             self._start(last, reduction, Summary(touched, continues, []))
             used = all(all(bucket.flags[: len(bucket.slots)]) for bucket in self._started)
-            bits = backward + self.backward.bits_of_digest()
-            self._comparison.note(Passed(bits, str(self.backward), continues and used))
-            counts = self._await(reduction)
+            self._comparison.note(Passed(self.backward, continues and used))
+            read = self._await(reduction)
             if not continues:
-                touched = self._read(counts)
+                touched = self._read(last, read)
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
@@ -307,8 +300,8 @@ class Cycle:
                 slot.averaged = self.number
         return touched
 
-    def _await(self, reduction: Reduction) -> Counts:
-        """Finishes the started buckets, and returns the counts of the flags of the last one."""
+    def _await(self, reduction: Reduction) -> Read:
+        """Finishes the started buckets, and returns how to read the flags of the last one."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
             reads: list[Read] | None = None
@@ -316,22 +309,22 @@ class Cycle:
                 reads = self._comparison.gather([bucket.flags for bucket in buckets])
             tails = reduction.finish(buckets)
         reads = reads or [tail.tolist for tail in tails]
-        all_counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
-        for bucket, counts in zip(buckets, all_counts, strict=True):
-            bucket.finish(counts, self.number, self._channel.index)
-        return all_counts[-1]
+        for bucket, read in zip(buckets, reads, strict=True):
+            bucket.finish(read, self.number, self._channel.index)
+        return reads[-1]
 
-    def _read(self, counts: Counts) -> list[bool]:
+    def _read(self, last: Bucket, read: Read) -> list[bool]:
         """Returns which units any tower has touched, and checks that all towers were in the same backward.
 
         Args:
-            counts: the backward's last bucket's.
+            last: the backward's last bucket.
+            read: returns the counts of its flags.
 
         Raises:
             DisagreementError: on all towers, if they were not.
             MirrorError: some tower has unfrozen parameters that another one has not.
         """
-        touched, some_continue, backward = counts.summary()
+        touched, some_continue, backward = Summary.counted(read()[len(last.slots) :], last.units)
         if not same_backward(backward):
             raise self._break_off(self._channel.all_gather_bytes(str(self.backward).encode()))
         if some_continue and (name := self._layout.thawed(touched)) is not None:

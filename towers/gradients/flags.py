@@ -79,35 +79,31 @@ BITS = 6 * _WIDTH
 """The number of bits that identify a backward, including opposites."""
 
 
-class BackwardCounter:
-    """Counts the backwards of one tower.
+class Backward(NamedTuple):
+    """One averaged backward of a tower.
 
     Attributes:
+        place: where it started.
+        number: its number among those of its run.
+        calls: the tower's calls since the last one (:class:`towers.collectives.agreement.RepeatedCalls`).
         digest: a number that depends on all backwards so far and the calls before them, without batches.
     """
 
-    def __init__(self) -> None:
-        self._place = Place(0, 0, None)
-        self._number = 0  # in its run
-        self._calls: Sequence[str] = ()
-        self.digest = 0
+    place: Place
+    number: int
+    calls: Sequence[str]
+    digest: int
 
-    def begin(self, place: Place, calls: Sequence[str] = ()) -> None:
-        """Counts a backward that starts.
-
-        Args:
-            place: where it starts.
-            calls: this tower's calls since the last one (:class:`towers.collectives.agreement.RepeatedCalls`).
-        """
-        self._calls = calls
-        self._number = self._number + 1 if place.run == self._place.run else 1
-        self._place = place
-        self.digest = zlib.crc32(b"%d %d %s" % (place.run, self._number, "\n".join(calls).encode()), self.digest)
+    def next(self, place: Place, calls: Sequence[str] = ()) -> Backward:
+        """Returns the tower's next backward."""
+        number = self.number + 1 if place.run == self.place.run else 1
+        identification = b"%d %d %s" % (place.run, number, "\n".join(calls).encode())
+        return Backward(place, number, calls, zlib.crc32(identification, self.digest))
 
     def bits(self) -> list[bool]:
-        """Returns the present backward as :data:`BITS` bits. Without a batch, its bits and their opposites are 0."""
-        numbers = [self._place.run, self._number]
-        if (batch := self._place.batch) is not None:
+        """Returns its identification as :data:`BITS` bits. Without a batch, its bits and their opposites are 0."""
+        numbers = [self.place.run, self.number]
+        if (batch := self.place.batch) is not None:
             numbers.append(batch.loop * _MULTIPLIER + batch.step)
         bits = [bit for number in numbers for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]]
         return bits + [False] * (BITS - len(bits))
@@ -117,10 +113,14 @@ class BackwardCounter:
         return [bit for half in (0, 8) for bit in _OF_BYTE[self.digest >> half & 255]]
 
     def __str__(self) -> str:
-        number, step, batch = self._place
+        number, step, batch = self.place
         run = f", in call {number} of strategy.run," if number != step else ""
-        text = with_batch(f"backward() number {self._number} of step {step}{run}", batch)
-        return f"{text}, before which the tower {', '.join(self._calls)}" if self._calls else text
+        text = with_batch(f"backward() number {self.number} of step {step}{run}", batch)
+        return f"{text}, before which the tower {', '.join(self.calls)}" if self.calls else text
+
+
+BEFORE_ALL = Backward(Place(0, 0, None), 0, (), 0)
+"""The state of a tower before its first backward."""
 
 
 def same_backward(counts: Sequence[float]) -> bool:
@@ -167,45 +167,27 @@ class Summary(NamedTuple):
         """Returns the numbers that follow the bucket's own flags in its tail."""
         return [*self.touched, self.continues, *self.backward]
 
+    @staticmethod
+    def counted(counts: Sequence[float], units: int) -> tuple[list[bool], bool, Sequence[float]]:
+        """Returns what any tower has touched, whether any continues, and the counts of the backward's bits.
+
+        Args:
+            counts: of the towers that have set each of these flags.
+            units: the number of the layout's units.
+        """
+        return [n > 0 for n in counts[:units]], counts[units] > 0, counts[units + 1 :]
+
 
 class Passed(NamedTuple):
     """A backward of this tower, for the comparison by the hosts.
 
     Attributes:
-        backward: its identification.
-        text: the same in words, for messages.
+        backward: which one it was.
         complete: whether this tower had a gradient for every trainable parameter, and for no other.
     """
 
-    backward: list[bool]
-    text: str
+    backward: Backward
     complete: bool
-
-
-class Counts:
-    """For each flag of one bucket, the number of towers that have set it, or the mean (that number over N).
-
-    Reading them may wait.
-
-    Args:
-        read: returns the numbers in the order of the bucket's tail.
-        slots: the number of the bucket's slots.
-        units: the number of the layout's units.
-    """
-
-    def __init__(self, read: Read, slots: int, units: int) -> None:
-        self._read = read
-        self._touched_at = slots
-        self._continues_at = slots + units
-
-    def used(self) -> Sequence[float]:
-        """Returns for each slot of the bucket a number that is zero if no tower has used it (see the class)."""
-        return self._read()[: self._touched_at]
-
-    def summary(self) -> tuple[list[bool], bool, Sequence[float]]:
-        """Returns the last bucket's message: what any tower has touched, whether any continues, and the backward."""
-        counts, at = self._read(), self._continues_at
-        return [n > 0 for n in counts[self._touched_at : at]], counts[at] > 0, counts[at + 1 :]
 
 
 class Comparison:
@@ -290,11 +272,11 @@ class Gather:
     def __init__(self, channel: Communicator, flags: Sequence[Sequence[bool]], passed: Sequence[Passed]) -> None:
         self._channel = channel
         rows = [bytes(row) for row in flags]
-        for backward, _, complete in passed:
-            rows += [bytes(backward), bytes([complete])]
+        for backward, complete in passed:
+            rows += [bytes(backward.bits() + backward.bits_of_digest()), bytes([complete])]
         self._sizes = [len(row) for row in rows]
         self._buckets = len(flags)
-        self._texts = [text.encode()[:_TEXT_BYTES] for _, text, _ in passed]
+        self._texts = [str(backward).encode()[:_TEXT_BYTES] for backward, _ in passed]
         self._gathers = channel.are_few
         if self._gathers:
             rows += [text.ljust(_TEXT_BYTES, b"\0") for text in self._texts]
