@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.jobs import ROOT
-from towers.system import torch_private
+from towers.system import tensors, torch_private
 
 PACKAGES = ("mirrored", "towers")
 ELSEWHERE = {
@@ -103,6 +103,15 @@ def test_of_tensors() -> None:
     view = a[:2]
     assert torch_private.storage_holders(a) == alone + 1
     del view
+    once = torch_private.references([a])
+    again = a
+    assert torch_private.references([a]) == once + 1
+    del again
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = a
+    assert torch_private.references([a]) == once + tensors.OF_A_PARAMETER
+    parameter.grad = None
+    assert torch_private.references([a]) == once
     torch_private.foreach_add_([a], [b])
     torch_private.foreach_copy_([b], [a * 5])
     assert b.tolist() == [5.0] * 4

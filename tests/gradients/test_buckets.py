@@ -176,6 +176,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
     now, one, other = [FakeStream(0)], FakeStream(1), FakeStream(2)
     kept: list[tuple[Tensor, FakeStream]] = []
     monkeypatch.setattr(buckets, "current_stream_of", lambda index: now[0])
+    monkeypatch.setattr(buckets, "address_of_current_stream", lambda kind: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
     bucket = Bucket(0, torch.float32, torch.device("cpu"))
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -172,19 +175,77 @@ def replace_data(strategy: mirrored.Strategy, how: str) -> float:
     model = strategy.mirror(nn.Conv2d(2, 2, 2, bias=False))
     r = strategy.topology.index
 
-    def backward() -> Tensor:
+    def backward() -> None:
         (model.weight * (r + 1)).sum().backward()
-        return model.weight.grad
 
-    gradient = strategy.run(backward)
+    strategy.run(backward)
     if how == "there and back":
         model.double().float()
     elif how == "channels last":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     else:
-        gradient.data = gradient.data.clamp(-1, 1)
+        model.weight.grad.data = model.weight.grad.data.clamp(-1, 1)
     model.zero_grad()
-    return float(strategy.run(backward).flatten()[0])
+    strategy.run(backward)
+    return float(model.weight.grad.flatten()[0])
+
+
+BY_BOTH = pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
+
+
+def by(implementation: str, fn: Callable[[mirrored.Strategy], Any]) -> list[Any]:
+    return towers(fn, settings={"communication": mirrored.CommunicationOptions(implementation=implementation)})
+
+
+@BY_BOTH
+def test_gradients_whose_data_a_hook_replaces(implementation: str) -> None:
+    """The large gradient is copied before the hook of the small one runs."""
+    assert by(implementation, replace_data_in_a_hook) == [[[2.25, 1.5], [5.625, 3.0]]] * 2
+
+
+def replace_data_in_a_hook(strategy: mirrored.Strategy) -> list[list[float]]:
+    """Returns an element of each gradient, after each of two backwards that add up their gradients."""
+    model = nn.ParameterList([torch.zeros(2), torch.zeros(2**16)])
+
+    def multiply(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data * 1.5
+
+    model[0].register_post_accumulate_grad_hook(multiply)
+    strategy.mirror(model)
+    r = strategy.topology.index
+    found = []
+    for _ in range(2):
+        strategy.run(lambda: ((model[0] * (r + 1)).sum() + (model[1] * (r + 1)).sum()).backward())
+        found.append([float(p.grad[0]) for p in model])
+    return found
+
+
+@BY_BOTH
+def test_a_parameter_is_given_the_same_gradient_again(implementation: str) -> None:
+    assert by(implementation, watch_gradients) == [(1, 1, 1)] * 2
+
+
+def watch_gradients(strategy: mirrored.Strategy) -> tuple[int, ...]:
+    """Returns the number of different gradients of a parameter, over several backwards of three kinds."""
+    model = strategy.mirror(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    def backward() -> int:
+        model(torch.ones(1, 2)).sum().backward()
+        return id(model[0].weight.grad)
+
+    def fresh() -> int:
+        model.zero_grad()
+        return strategy.run(backward)
+
+    def accumulated() -> int:
+        with strategy.no_sync():
+            fresh()
+        return strategy.run(backward)
+
+    fresh()
+    kinds = (fresh, lambda: strategy.run(backward), accumulated)
+    return tuple(len({step() for _ in range(4)}) for step in kinds)
 
 
 def alternate_what_is_trained(strategy: mirrored.Strategy, first: int, second: int) -> float:

@@ -16,8 +16,9 @@ bucket (a tower's own gradient since the bucket was packed, or earlier; see belo
 the sum. DDP's ``gradient_as_bucket_view`` does the same and saves a copy of all gradients per step. It breaks code that
 keeps ``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled
 again, the holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new
-memory. The slots' own views are never installed as gradients, because ``Module.to`` and ``p.grad.data = …`` would move
-them out of the bucket.
+memory. A parameter is given the same tensor in every backward, because a new one takes a tenth of a gradient's time on
+the host. So the references to these tensors are counted, too. Copies are made to another tensor of the same memory,
+``view``, because ``Module.to`` and ``p.grad.data = …`` move the given tensor out of the bucket.
 
 [Note: copied at once] CPU towers of one host compute on the cores that they reduce on, so overlap saves nothing, but
 the cache saves much. A large gradient is copied into its bucket as soon as autograd has finished it, while the cache
@@ -62,13 +63,14 @@ from towers.errors import MirrorError, TowersError
 from towers.gradients.flags import BITS, Read, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
-from towers.system.tensors import Named, grad_dtype, gradient_dtype, on_device, view_like
+from towers.system.tensors import OF_A_PARAMETER, Named, grad_dtype, gradient_dtype, on_device, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
     address_of_current_stream,
     current_stream_of,
     foreach_copy_,
     foreach_mul_,
+    references,
     set_grad_enabled,
     storage_holders,
 )
@@ -167,12 +169,13 @@ class DenseSlot(Slot):
         bucket, start: its position, in elements of the bucket's dtype.
         nbytes: the size of a dense gradient.
         is_large: whether CPU towers copy it at once.
-        view, address: the part of the buffer for its gradient, in the parameter's shape and strides; and its address.
+        view: the part of the buffer for its gradient, in the parameter's shape and strides.
+        given: another tensor of that part, which the parameter is given as its gradient.
         copied: the gradient that was copied before the bucket was packed, and its version then, by which a later change
             is detected.
     """
 
-    __slots__ = ("address", "bucket", "copied", "is_large", "nbytes", "start", "view")
+    __slots__ = ("bucket", "copied", "given", "is_large", "nbytes", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -180,7 +183,7 @@ class DenseSlot(Slot):
         self.start = start
         self.nbytes = named.tensor.nbytes
         self.is_large = self.nbytes >= _LARGE_BYTES
-        self.view, self.address = _NOTHING, 0
+        self.view = self.given = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
 
     @property
@@ -189,16 +192,13 @@ class DenseSlot(Slot):
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def is_installed(self, gradient: Tensor | None) -> bool:
-        """Returns whether ``gradient`` is this slot's place in the buffer."""
-        if gradient is None or gradient.is_sparse or gradient.data_ptr() != self.address:
-            return False
-        view = self.view
-        return gradient.stride() == view.stride() and gradient.dtype == view.dtype
+        """Returns whether ``gradient`` is the tensor of this slot's place in the buffer that the parameter is given."""
+        return gradient is self.given
 
     def install(self) -> None:
         """Makes this slot's place in the buffer the gradient of the parameter, if that still exists."""
         if (parameter := self.parameter()) is not None:
-            parameter.grad = self.view.detach()
+            parameter.grad = self.given
 
     def has_copied(self, gradient: Tensor) -> bool:
         """Returns whether ``gradient``, as it is now, was copied before the bucket was packed."""
@@ -312,7 +312,8 @@ class Bucket:
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._holders_checked = False
         self._packed: tuple[list[Tensor | None], int] = [], 0  # the gradients then, and the buffer's version
-        self._own = -1, 0  # the buffer's address, and the number of tensors in it that are this object's
+        self._given: list[Tensor] = []  # the slots'
+        self._own = -1, 0, 0  # the buffer's address, this object's tensors in it, and its references to those it gives
         self._sent: tuple[list[bool], Tensor] = [], _NOTHING  # the last flags, and the tail that an accelerator has
 
     def add(self, named: Named) -> None:
@@ -378,12 +379,10 @@ class Bucket:
         self._check_holders(channel)
         gradients = self._gradients()
         used = [s.arrived or (s.unsynced and g is not None) for s, g in zip(self.slots, gradients, strict=True)]
-        # Short lists of everything, and the first conditions of is_installed: fewer calls for each gradient.
         outside = [
             (slot, gradient)
             for slot, gradient in zip(self.slots, gradients, strict=True)
-            if gradient is not None
-            and (gradient.is_sparse or gradient.data_ptr() != slot.address or not slot.is_installed(gradient))
+            if gradient is not None and gradient is not slot.given
         ]
         if len(outside) < len(self.slots):
             self._pack_others(gradients, scale)
@@ -391,7 +390,7 @@ class Bucket:
         sources, targets = [gradient for _, gradient in to_copy], [slot.view for slot, _ in to_copy]
         for slot, _ in outside:
             if (slot.arrived or slot.unsynced) and (parameter := slot.parameter()) is not None:
-                parameter.grad = slot.view.detach()
+                parameter.grad = slot.given
         if scale != 1.0:
             for slot in self.slots:
                 slot.copied = None
@@ -457,15 +456,31 @@ class Bucket:
 
         See [Note: gradients are stored in buckets].
         """
+        address, own, _ = self._own
+        holders = storage_holders(self.buffer)
         if self._holders_checked:
+            if holders < own:  # a hook has set the data of a gradient since then
+                self._give_new_tensors()
             return
         self._holders_checked = True
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
-        address, own = self._own
-        moved = self.buffer.data_ptr() != address
-        views = storage_holders(self.buffer) - own
-        if moved or (views and views > sum(slot.is_installed(slot.gradient) for slot in self.slots)):
+        if self.buffer.data_ptr() != address or holders != own or self._are_held_by_others():
             self._allocate(channel)
+
+    def _give_new_tensors(self) -> None:
+        for slot in self.slots:
+            slot.given = slot.view.detach()
+        self._given = [slot.given for slot in self.slots]
+
+    def _are_held_by_others(self) -> bool:
+        """Returns whether other code than the slots' parameters holds some of the given tensors."""
+        more = references(self._given) - self._own[2]
+        return more > 0 and more != OF_A_PARAMETER * sum(map(operator.is_, self._gradients(), self._given))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether any code holds some of the gradients that parameters were given."""
+        return references(self._given) > self._own[2]
 
     def finish(self, read: Read, number: int, tower: int) -> None:
         """Gives parameters that only other towers used the reduced gradient, too, and forgets this backward.
@@ -512,8 +527,8 @@ class Bucket:
         for slot in self.slots:
             parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
-            slot.address = slot.view.data_ptr()
-        self._own = self.buffer.data_ptr(), storage_holders(self.buffer)
+        self._give_new_tensors()
+        self._own = self.buffer.data_ptr(), storage_holders(self.buffer), references(self._given)
 
     def drop_memory(self) -> None:
         """Drops the buffer of a bucket that is not used again.
@@ -521,9 +536,9 @@ class Bucket:
         Buckets and slots refer to each other. Without this, the memory would be occupied until garbage is collected.
         """
         self.buffer = self.tail = _NOTHING
-        self._packed, self._sent = ([], 0), ([], _NOTHING)
+        self._packed, self._sent, self._given = ([], 0), ([], _NOTHING), []
         for slot in self.slots:
-            slot.view, slot.copied = _NOTHING, None
+            slot.view, slot.given, slot.copied = _NOTHING, _NOTHING, None
 
 
 def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:

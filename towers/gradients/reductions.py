@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from towers.collectives.agreement import RepeatedCalls, announce
 from towers.collectives.arithmetic import chunk_of
@@ -47,7 +46,7 @@ from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.collectives.shared_memory.regions import Regions
 from towers.collectives.values import together
 from towers.errors import DisagreementError
-from towers.gradients.buckets import Bucket, Slot, SparseSlot, handles_gradients
+from towers.gradients.buckets import Bucket, DenseSlot, Slot, SparseSlot, handles_gradients
 from towers.gradients.sparse import add_sparse, average_rows, has_rows, rows_of_towers, to_dense, without_rows
 from towers.system import tree as trees
 from towers.system.messages import digest_of
@@ -174,7 +173,7 @@ class ReduceScatter(AllReduce):
 
     def __init__(self, channel: Communicator) -> None:
         super().__init__(channel)
-        self._lazy: dict[Slot, TensorWeakRef] = {}  # the gradients that were averaged last
+        self._lazy: list[DenseSlot] = []  # whose gradients were averaged last
         self._reduced: list[Bucket] = []  # theirs, until they are gathered or dropped
 
     @handles_gradients
@@ -183,13 +182,13 @@ class ReduceScatter(AllReduce):
             for slot in bucket.slots:
                 if (gradient := slot.gradient) is not None and slot.is_installed(gradient):
                     make_lazy(gradient, self.gather)
-                    self._lazy[slot] = TensorWeakRef(gradient)
+                    self._lazy.append(slot)
 
     def complete(self) -> None:
-        if self._reduced:
-            if self._living():
-                self.gather()
-            self._reduced, self._lazy = [], {}
+        if any(bucket.is_held for bucket in self._reduced):
+            self.gather()
+        self._reduced = []
+        self._make_ordinary()
 
     @disable_dynamo
     @handles_gradients
@@ -206,9 +205,7 @@ class ReduceScatter(AllReduce):
             return
         reduced, self._reduced = self._reduced, []
         self._fetch(reduced, agreed)
-        for gradient in self._living().values():
-            make_ordinary(gradient)
-        self._lazy = {}
+        self._make_ordinary()
 
     @abstractmethod
     def _fetch(self, buckets: Sequence[Bucket], agreed: bool) -> None:
@@ -216,12 +213,13 @@ class ReduceScatter(AllReduce):
 
     def holds_moved_gradient(self, slots: Iterable[Slot]) -> bool:
         """Returns whether a lazily gathered gradient has been given to another parameter, among those of ``slots``."""
-        living = self._living()
-        return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not living.get(slot) for slot in slots)
+        own = {id(slot): slot.given for slot in self._lazy}
+        return any(isinstance(g := slot.gradient, LazyGradient) and g is not own.get(id(slot)) for slot in slots)
 
-    def _living(self) -> dict[Slot, Tensor]:
-        """Returns the lazily gathered gradients that still exist."""
-        return {slot: gradient for slot, ref in self._lazy.items() if (gradient := ref()) is not None}
+    def _make_ordinary(self) -> None:
+        for slot in self._lazy:
+            make_ordinary(slot.given)
+        self._lazy = []
 
 
 class ScatteredChunks(ReduceScatter):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from towers.system import tree as trees
-from towers.system.torch_private import storage_holders
+from towers.system.torch_private import references, storage_holders
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -118,6 +118,17 @@ def copy_back(dense: Tensor, tensor: Tensor) -> None:
 
 ALONE = storage_holders(torch.zeros(1, device="cpu"))
 """The result of :func:`towers.system.torch_private.storage_holders` for a tensor that does not share its memory."""
+
+
+def _references_of_a_parameter() -> int:
+    parameter, gradients = torch.nn.Parameter(torch.zeros(1, device="cpu")), [torch.zeros(1, device="cpu")]
+    before = references(gradients)
+    parameter.grad = gradients[0]
+    return references(gradients) - before
+
+
+OF_A_PARAMETER = _references_of_a_parameter()
+"""By how much :func:`towers.system.torch_private.references` increases when a tensor becomes a parameter's gradient."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,11 @@ def storage_holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def references(tensors: Sequence[Tensor]) -> int:
+    """Returns the sum of the numbers of references to some tensors, in Python and in C++, as CUDA graph trees count."""
+    return sum(map(sys.getrefcount, tensors)) + sum(map(Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
 def in_functorch_transform() -> bool:
     """Returns whether a transform of ``torch.func`` is active in this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
