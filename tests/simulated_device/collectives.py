@@ -108,10 +108,11 @@ class SimulatedCollectives(dist.ProcessGroup):
         """``collective(targets, opts)``, and where ``opts`` asks for the mean, which Gloo does not have, a division."""
         if opts.reduceOp != dist.ReduceOp.AVG:
             return collective
-        opts.reduceOp = dist.ReduceOp.SUM
+        summing = type(opts)()
+        summing.reduceOp, summing.timeout = dist.ReduceOp.SUM, opts.timeout
 
-        def average(targets: list[Tensor], opts: Any) -> Any:
-            collective(targets, opts).wait()
+        def average(targets: list[Tensor], _: Any) -> Any:
+            collective(targets, summing).wait()
             for target in targets:
                 target /= self.size()
             done: torch.futures.Future[None] = torch.futures.Future()

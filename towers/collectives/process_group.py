@@ -87,6 +87,8 @@ class ProcessGroupCommunicator(Communicator):
         self.backend = backend
         complete = backend in COMPLETE
         self._average = dist.ReduceOp(dist.ReduceOp.AVG if complete else dist.ReduceOp.SUM)
+        self._averages = dist.AllreduceOptions()
+        self._averages.reduceOp, self._averages.asyncOp = self._average, True
         self.prescale = 1.0 if complete else 1.0 / self.size
         self.may_scatter = complete and wire_dtype == "same"
         self.only_queues = device.type != "cpu" and backend != "gloo"
@@ -107,11 +109,9 @@ class ProcessGroupCommunicator(Communicator):
     def submit_average(self, tensor: Tensor) -> Pending:
         narrow = self._wire_dtype == "bfloat16" and tensor.dtype == torch.float32
         sent = tensor.bfloat16() if narrow else tensor
-        options = dist.AllreduceOptions()  # a backend may change it
-        options.reduceOp, options.asyncOp = self._average, True
         group = self._begin()
         with _Explained(self):
-            work = group.allreduce([sent], options)  # without the checks of dist.all_reduce, which take 10 µs
+            work = group.allreduce([sent], self._averages)  # without the checks of dist.all_reduce, which take 10 µs
         return _Started(self, work, self.count, tensor, sent)
 
     def submit_chunk_average(self, buffer: Tensor) -> Pending:
