@@ -109,7 +109,7 @@ def test_of_tensors() -> None:
     del again
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = a
-    assert torch_private.references([a]) == once + tensors.OF_A_PARAMETER
+    assert torch_private.references([a]) == once + tensors.REFERENCES_OF_A_PARAMETER
     parameter.grad = None
     assert torch_private.references([a]) == once
     torch_private.foreach_add_([a], [b])

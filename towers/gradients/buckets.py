@@ -63,7 +63,7 @@ from towers.errors import MirrorError, TowersError
 from towers.gradients.flags import BITS, Read, Summary
 from towers.gradients.sparse import has_rows, to_dense, without_rows
 from towers.system.autograd_hooks import GradientHook
-from towers.system.tensors import OF_A_PARAMETER, Named, grad_dtype, gradient_dtype, on_device, view_like
+from towers.system.tensors import REFERENCES_OF_A_PARAMETER, Named, grad_dtype, gradient_dtype, on_device, view_like
 from towers.system.torch_private import (
     DisableTorchFunctionSubclass,
     address_of_current_stream,
@@ -468,6 +468,7 @@ class Bucket:
             self._allocate(channel)
 
     def _give_new_tensors(self) -> None:
+        """Makes the tensors that the parameters are given from now on."""
         for slot in self.slots:
             slot.given = slot.view.detach()
         self._given = [slot.given for slot in self.slots]
@@ -475,7 +476,7 @@ class Bucket:
     def _are_held_by_others(self) -> bool:
         """Returns whether other code than the slots' parameters holds some of the given tensors."""
         more = references(self._given) - self._own[2]
-        return more > 0 and more != OF_A_PARAMETER * sum(map(operator.is_, self._gradients(), self._given))
+        return more > 0 and more != REFERENCES_OF_A_PARAMETER * sum(map(operator.is_, self._gradients(), self._given))
 
     @property
     def is_held(self) -> bool:

@@ -127,7 +127,7 @@ def _references_of_a_parameter() -> int:
     return references(gradients) - before
 
 
-OF_A_PARAMETER = _references_of_a_parameter()
+REFERENCES_OF_A_PARAMETER = _references_of_a_parameter()
 """By how much :func:`towers.system.torch_private.references` increases when a tensor becomes a parameter's gradient."""
 
 
