@@ -110,7 +110,7 @@ SAVES = r"""
 
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(75))
-    os.write(1, b"ready\n")  # at once: print writes the end of the line by itself where nothing is buffered
+    print("ready", flush=True)
     forever()
 """
 
@@ -124,6 +124,60 @@ def test_a_cluster_that_is_told_to_end_lets_its_workers_save(number: signal.Sign
     assert lines == {"ready\n", "[worker 1] ready\n"}
     process.send_signal(number)
     end_of(process, EXIT_PREEMPTED)
+
+
+PIECES = """
+    import json, os, pathlib, sys, time
+
+    said, answered = pathlib.Path("said"), pathlib.Path("answered")
+
+    def wait_for(path):
+        while not path.exists():
+            time.sleep(0.01)
+
+    def write(descriptor, text):
+        os.write(descriptor, text.encode())
+
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+        write(2, "first\\n")
+        write(1, "sec")
+        said.touch()
+        wait_for(answered)
+        time.sleep(0.3)  # the other's line is on its way
+        write(1, "ond\\n")
+        write(2, "third\\n")
+        write(1, "last")
+    else:
+        wait_for(said)
+        print("between", flush=True)
+        answered.touch()
+"""
+
+
+def test_lines_of_workers_are_whole_in_a_file(tmp_path: pathlib.Path) -> None:
+    script, output = tmp_path / "pieces.py", tmp_path / "output"
+    script.write_text(textwrap.dedent(PIECES))
+    with output.open("w") as file:
+        command = [sys.executable, "-m", "mirrored", "cluster", str(script)]
+        subprocess.run(command, cwd=tmp_path, stdout=file, stderr=file, timeout=HANG, check=True)
+    lines = output.read_text().splitlines()
+    assert [line for line in lines if line != "[worker 1] between"] == ["first", "second", "third", "last"]
+    assert len(lines) == 5
+
+
+TALKS = """
+    while True:
+        print("line", flush=True)
+"""
+
+
+def test_a_cluster_whose_output_is_not_read_any_more_ends(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "talks.py"
+    script.write_text(textwrap.dedent(TALKS))
+    command = f"{sys.executable} -m mirrored cluster --workers 1 {script} | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=HANG)
+    assert result.stdout == "line\n"
+    assert "BrokenPipeError" in result.stderr
 
 
 STUBBORN = """

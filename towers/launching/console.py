@@ -89,6 +89,39 @@ def prefixed_lines(prefix: str, sink: Sink) -> Sink:
     return write
 
 
+def whole_lines(descriptor: int) -> Callable[[bytes], None]:
+    """Returns a function that writes to a file in whole lines, very long lines in pieces. Empty data end the last line.
+
+    Programs may write a line in pieces (Python does so with ``PYTHONUNBUFFERED``). Without this, other processes could
+    write between them.
+    """
+    unfinished = b""
+
+    def write(data: bytes) -> None:
+        nonlocal unfinished
+        unfinished += data
+        end = max(unfinished.rfind(b"\n"), unfinished.rfind(b"\r")) + 1
+        if not data or len(unfinished) > _LONGEST:
+            end = len(unfinished)
+        ready, unfinished = unfinished[:end], unfinished[end:]
+        while ready:
+            ready = ready[os.write(descriptor, ready) :]
+
+    return write
+
+
+def _decoded(sink: Sink) -> Callable[[bytes], None]:
+    """Returns a function that passes bytes to ``sink`` as text."""
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def write(data: bytes) -> None:
+        text = decode(data)
+        if text or not data:
+            sink(text)
+
+    return write
+
+
 def _undrawn(line: str) -> str | None:
     """Returns a line without the progress bar in it, or None if the line is only a progress bar."""
     *drawn_over, last = line.split("\r")
@@ -96,34 +129,49 @@ def _undrawn(line: str) -> str | None:
 
 
 class _Pipe:
-    """One named pipe, the sink of its contents, and a copy on disk if requested."""
+    """One named pipe, the function that writes its contents, and a copy on disk if requested."""
 
-    def __init__(self, path: pathlib.Path, sink: Sink, copy: pathlib.Path | None) -> None:
+    def __init__(self, path: pathlib.Path, write: Callable[[bytes], None], copy: pathlib.Path | None) -> None:
         os.mkfifo(path, 0o600)
         # Opened for writing, too: otherwise the reader would see the end of the file between two writers.
         self.reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        self._sink = sink
+        self._write = write
         self._copy: BinaryIO | None = copy.open("wb", buffering=0) if copy else None
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_open = True
 
-    def drain(self) -> None:
-        """Passes on all data in the pipe, because a full pipe would block the tower."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.reader, 65536):
-                try:
-                    if self._copy:
-                        self._copy.write(data)
-                except OSError:  # a full disk
-                    self._copy = None
-                if text := self._decode.decode(data):
-                    self._sink(text)
+    def drain(self) -> bool:
+        """Passes on all data in the pipe, because a full pipe would block the tower.
+
+        Returns:
+            Whether more can be passed on. If it cannot, the pipe is closed, which the tower notices.
+        """
+        while self._is_open:
+            try:
+                data = os.read(self.reader, 65536)
+            except BlockingIOError:
+                break
+            try:
+                if self._copy:
+                    self._copy.write(data)
+            except OSError:  # a full disk
+                self._copy = None
+            try:
+                self._write(data)
+            except OSError:  # no process reads the output any more
+                self._close_reader()
+        return self._is_open
 
     def close(self) -> None:
-        self.drain()
-        self._sink("")
-        os.close(self.reader)
+        if self.drain():
+            with contextlib.suppress(OSError):
+                self._write(b"")
+            self._close_reader()
         if self._copy:
             self._copy.close()
+
+    def _close_reader(self) -> None:
+        self._is_open = False
+        os.close(self.reader)
 
 
 class Relay:
@@ -151,11 +199,34 @@ class Relay:
 
     def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
         """Creates a pipe and returns its path. Data written to it is passed to ``sink`` (and to the file ``copy``)."""
+        return self._make_pipe(name, _decoded(sink), copy)
+
+    def _make_pipe(self, name: str, write: Callable[[bytes], None], copy: pathlib.Path | None = None) -> str:
         path = self.directory / f"{len(self._pipes)} {name}"
-        pipe = _Pipe(path, sink, copy)
+        pipe = _Pipe(path, write, copy)
         self._pipes.append(pipe)
         self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
         return str(path)
+
+    def outputs(self, name: str) -> tuple[str | None, str | None]:
+        """Returns where a process writes its standard output and standard error, without a prefix.
+
+        That is this process's own terminal (None). A file or a pipe receives whole lines, by one pipe for both if it is
+        the same file, so that their order remains.
+        """
+        paths: dict[tuple[int, int], str] = {}
+
+        def path_to(descriptor: int) -> str | None:
+            try:
+                file = os.fstat(descriptor)
+            except OSError:  # it is closed
+                return None
+            key = file.st_dev, file.st_ino
+            if not os.isatty(descriptor) and key not in paths:
+                paths[key] = self._make_pipe(f"{descriptor} {name}", whole_lines(descriptor))
+            return paths.get(key)
+
+        return path_to(1), path_to(2)
 
     def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
         """Returns a pipe whose lines are written to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""
@@ -166,7 +237,8 @@ class Relay:
             for key, _ in self._selector.select():
                 if key.data is None:
                     return
-                key.data.drain()
+                if not key.data.drain():
+                    self._selector.unregister(key.fd)
 
     def __exit__(self, *_: object) -> None:
         os.write(self._stop_writer, b".")

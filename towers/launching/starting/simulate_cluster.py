@@ -1,6 +1,7 @@
 """Simulates a TF_CONFIG cluster on this machine: starts a script once per task, each with its own TF_CONFIG.
 
-The first task keeps the terminal; the lines of other tasks are printed with the task's name as prefix. GPUs are split
+The first task keeps the terminal; the lines of other tasks are printed with the task's name as prefix. If the output is
+a file or a pipe, the first task's lines are whole, too (:meth:`towers.launching.console.Relay.outputs`). GPUs are split
 among the workers. Without enough GPUs, and on the CPU, each worker is one CPU tower. With parameter servers, the first
 task is the chief, and the tasks share their own secret.
 """
@@ -75,12 +76,11 @@ def simulate(program: Sequence[str], workers: int, servers: int = 0) -> int:
         try:
             for job, index in tasks:
                 with contextlib.ExitStack() as opened:
-                    stdout, stderr = (
-                        opened.enter_context(open(relay.prefixed(stream, f"{job} {index}"), "wb"))
-                        if processes
-                        else None
-                        for stream in ("stdout", "stderr")
+                    name = f"{job} {index}"
+                    paths = (
+                        [relay.prefixed(s, name) for s in ("stdout", "stderr")] if processes else relay.outputs(name)
                     )
+                    stdout, stderr = (opened.enter_context(open(path, "wb")) if path else None for path in paths)
                     env = _environment(cluster, job, index)
                     # In its own session: otherwise it would receive a terminal's signal twice, directly and forwarded.
                     process = subprocess.Popen(
