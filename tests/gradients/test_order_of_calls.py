@@ -190,6 +190,30 @@ def replace_data(strategy: mirrored.Strategy, how: str) -> float:
     return float(model.weight.grad.flatten()[0])
 
 
+@pytest.mark.parametrize("how", ["transposed", "exchanged"])
+def test_gradients_whose_data_changes_within_their_bucket(how: str) -> None:
+    assert towers(change_places, how) == [[[0.0, 1.5, 3.0, 4.5], [6.0, 7.5, 9.0, 10.5]]] * 2
+
+
+def change_places(strategy: mirrored.Strategy, how: str) -> list[list[float]]:
+    model = strategy.mirror(nn.ParameterList([torch.zeros(2, 2), torch.zeros(2, 2)]))
+    factors = torch.arange(8.0).view(2, 2, 2) * (strategy.topology.index + 1)
+
+    def backward() -> None:
+        sum((parameter * factor).sum() for parameter, factor in zip(model, factors, strict=True)).backward()
+
+    strategy.run(backward)
+    first, second = (parameter.grad for parameter in model)
+    if how == "transposed":
+        first.data = first.data.t()
+    else:
+        first.data, second.data = second.data, first.data
+    del first, second
+    model.zero_grad()
+    strategy.run(backward)
+    return [parameter.grad.flatten().tolist() for parameter in model]
+
+
 BY_BOTH = pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
 
 

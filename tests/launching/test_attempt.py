@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from tests.support.programs import end_of, start_command
+from tests.support.programs import end_of, run_program, start_command
 from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
@@ -127,42 +127,33 @@ def test_a_cluster_that_is_told_to_end_lets_its_workers_save(number: signal.Sign
 
 
 PIECES = """
-    import json, os, pathlib, sys, time
+    import json, os, pathlib, sys
+    from tests.support.waiting import wait_until
 
-    said, answered = pathlib.Path("said"), pathlib.Path("answered")
-
-    def wait_for(path):
-        while not path.exists():
-            time.sleep(0.01)
-
-    def write(descriptor, text):
-        os.write(descriptor, text.encode())
-
+    output, begun = map(pathlib.Path, sys.argv[1:])
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
-        write(2, "first\\n")
-        write(1, "sec")
-        said.touch()
-        wait_for(answered)
-        time.sleep(0.3)  # the other's line is on its way
-        write(1, "ond\\n")
-        write(2, "third\\n")
-        write(1, "last")
+        os.write(2, b"first\\n")
+        os.write(1, b"sec")
+        begun.touch()
+        wait_until(lambda: "between" in output.read_text())
+        os.write(1, b"ond\\n")
+        os.write(2, b"third\\n")
+        os.write(1, b"last")
     else:
-        wait_for(said)
+        wait_until(begun.exists)
         print("between", flush=True)
-        answered.touch()
 """
 
 
 def test_lines_of_workers_are_whole_in_a_file(tmp_path: pathlib.Path) -> None:
-    script, output = tmp_path / "pieces.py", tmp_path / "output"
+    script, output, begun = (tmp_path / name for name in ("pieces.py", "output", "begun"))
     script.write_text(textwrap.dedent(PIECES))
-    with output.open("w") as file:
-        command = [sys.executable, "-m", "mirrored", "cluster", str(script)]
-        subprocess.run(command, cwd=tmp_path, stdout=file, stderr=file, timeout=HANG, check=True)
+    into_a_file = ["bash", "-c", f'exec "$@" > {output} 2>&1', "bash"]
+    words = ["-m", "mirrored", "cluster", str(script), str(output), str(begun)]
+    run_program(words, before=into_a_file, code=0)
     lines = output.read_text().splitlines()
-    assert [line for line in lines if line != "[worker 1] between"] == ["first", "second", "third", "last"]
-    assert len(lines) == 5
+    lines.remove("[worker 1] between")  # before or after the first line, which is on its way through another pipe
+    assert lines == ["first", "second", "third", "last"]
 
 
 TALKS = """
@@ -174,8 +165,8 @@ TALKS = """
 def test_a_cluster_whose_output_is_not_read_any_more_ends(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "talks.py"
     script.write_text(textwrap.dedent(TALKS))
-    command = f"{sys.executable} -m mirrored cluster --workers 1 {script} | head -1"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=HANG)
+    until_a_line = ["bash", "-c", '"$@" | head -1', "bash"]
+    result = run_program(["-m", "mirrored", "cluster", "--workers", "1", str(script)], before=until_a_line)
     assert result.stdout == "line\n"
     assert "BrokenPipeError" in result.stderr
 

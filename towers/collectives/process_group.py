@@ -87,8 +87,8 @@ class ProcessGroupCommunicator(Communicator):
         self.backend = backend
         complete = backend in COMPLETE
         self._average = dist.ReduceOp(dist.ReduceOp.AVG if complete else dist.ReduceOp.SUM)
-        self._averages = dist.AllreduceOptions()
-        self._averages.reduceOp, self._averages.asyncOp = self._average, True
+        self._averaging = dist.AllreduceOptions()
+        self._averaging.reduceOp, self._averaging.asyncOp = self._average, True
         self.prescale = 1.0 if complete else 1.0 / self.size
         self.may_scatter = complete and wire_dtype == "same"
         self.only_queues = device.type != "cpu" and backend != "gloo"
@@ -111,7 +111,7 @@ class ProcessGroupCommunicator(Communicator):
         sent = tensor.bfloat16() if narrow else tensor
         group = self._begin()
         with _Explained(self):
-            work = group.allreduce([sent], self._averages)  # without the checks of dist.all_reduce, which take 10 µs
+            work = group.allreduce([sent], self._averaging)  # without the checks of dist.all_reduce, which take 10 µs
         return _Started(self, work, self.count, tensor, sent)
 
     def submit_chunk_average(self, buffer: Tensor) -> Pending:

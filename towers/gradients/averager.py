@@ -346,7 +346,7 @@ class GradientAverager(GradientReducer):
         a worker of a data loader, keeps them: reading ``.grad`` would crash it if a backward was replacing it.
         """
         for slot in self.layout.dense if by_main_thread else ():
-            if (parameter := slot.parameter()) is not None and slot.is_installed(parameter.grad):
+            if (parameter := slot.parameter()) is not None and parameter.grad is slot.given:
                 parameter.grad = None
 
     # -- gradients that are averaged otherwise, or not ---------------------------------------------------

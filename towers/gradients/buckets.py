@@ -17,8 +17,8 @@ the sum. DDP's ``gradient_as_bucket_view`` does the same and saves a copy of all
 keeps ``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled
 again, the holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new
 memory. A parameter is given the same tensor in every backward, because a new one takes a tenth of a gradient's time on
-the host. So the references to these tensors are counted, too. Copies are made to another tensor of the same memory,
-``view``, because ``Module.to`` and ``p.grad.data = …`` move the given tensor out of the bucket.
+the host. So the references to these tensors are counted, too. Their addresses and strides are compared, because
+``Module.to`` and ``p.grad.data = …`` change them. Gradients are copied into ``view``, another tensor of that memory.
 
 [Note: copied at once] CPU towers of one host compute on the cores that they reduce on, so overlap saves nothing, but
 the cache saves much. A large gradient is copied into its bucket as soon as autograd has finished it, while the cache
@@ -191,10 +191,6 @@ class DenseSlot(Slot):
         """The number of its elements, of the bucket's dtype."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
-    def is_installed(self, gradient: Tensor | None) -> bool:
-        """Returns whether ``gradient`` is the tensor of this slot's place in the buffer that the parameter is given."""
-        return gradient is self.given
-
     def install(self) -> None:
         """Makes this slot's place in the buffer the gradient of the parameter, if that still exists."""
         if (parameter := self.parameter()) is not None:
@@ -313,7 +309,8 @@ class Bucket:
         self._holders_checked = False
         self._packed: tuple[list[Tensor | None], int] = [], 0  # the gradients then, and the buffer's version
         self._given: list[Tensor] = []  # the slots'
-        self._own = -1, 0, 0  # the buffer's address, this object's tensors in it, and its references to those it gives
+        self._places = _places([])
+        self._own = -1, 0  # the number of this object's tensors in the buffer, and of its references to those it gives
         self._sent: tuple[list[bool], Tensor] = [], _NOTHING  # the last flags, and the tail that an accelerator has
 
     def add(self, named: Named) -> None:
@@ -354,7 +351,7 @@ class Bucket:
         self._check_holders(channel)
         self.waiting = 0
         gradients = [(slot, gradient) for slot in slots if (gradient := slot.gradient) is not None]
-        copied = [(slot, gradient) for slot, gradient in gradients if not slot.is_installed(gradient)]
+        copied = [(slot, gradient) for slot, gradient in gradients if gradient is not slot.given]
         if not copied:
             return
         sources = [gradient for _, gradient in copied]
@@ -376,6 +373,8 @@ class Bucket:
         Args:
             summary: for the last bucket of a backward.
         """
+        if self._holders_checked and self._are_moved():  # a hook has set the data of a gradient since the check
+            self._give_new_tensors()
         self._check_holders(channel)
         gradients = self._gradients()
         used = [s.arrived or (s.unsynced and g is not None) for s, g in zip(self.slots, gradients, strict=True)]
@@ -416,7 +415,7 @@ class Bucket:
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is None:
                 slot.view.zero_()
-            elif scale != 1.0 and slot.is_installed(gradient):
+            elif scale != 1.0 and gradient is slot.given:
                 slot.view.mul_(scale)
 
     def _tail_on_device(self) -> Tensor:
@@ -456,15 +455,10 @@ class Bucket:
 
         See [Note: gradients are stored in buckets].
         """
-        address, own, _ = self._own
-        holders = storage_holders(self.buffer)
         if self._holders_checked:
-            if holders < own:  # a hook has set the data of a gradient since then
-                self._give_new_tensors()
             return
         self._holders_checked = True
-        # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
-        if self.buffer.data_ptr() != address or holders != own or self._are_held_by_others():
+        if storage_holders(self.buffer) != self._own[0] or self._are_moved() or self._are_held_by_others():
             self._allocate(channel)
 
     def _give_new_tensors(self) -> None:
@@ -473,15 +467,22 @@ class Bucket:
             slot.given = slot.view.detach()
         self._given = [slot.given for slot in self.slots]
 
+    def _are_moved(self) -> bool:
+        """Returns whether the data of a given tensor has been set since, even to another part of the same memory.
+
+        torch may also have moved the whole memory (``share_memory_()``, queues of torch.multiprocessing).
+        """
+        return _places(self._given) != self._places
+
     def _are_held_by_others(self) -> bool:
         """Returns whether other code than the slots' parameters holds some of the given tensors."""
-        more = references(self._given) - self._own[2]
+        more = references(self._given) - self._own[1]
         return more > 0 and more != REFERENCES_OF_A_PARAMETER * sum(map(operator.is_, self._gradients(), self._given))
 
     @property
     def is_held(self) -> bool:
         """Whether any code holds some of the gradients that parameters were given."""
-        return references(self._given) > self._own[2]
+        return references(self._given) > self._own[1]
 
     def finish(self, read: Read, number: int, tower: int) -> None:
         """Gives parameters that only other towers used the reduced gradient, too, and forgets this backward.
@@ -517,7 +518,7 @@ class Bucket:
                     f"parameter {slot.name} is frozen (requires_grad is False) on tower {tower}, but another tower has "
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
-            if not slot.is_installed(parameter.grad):
+            if parameter.grad is not slot.given:
                 slot.install()
 
     def _allocate(self, channel: Communicator) -> None:
@@ -529,7 +530,8 @@ class Bucket:
             parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
         self._give_new_tensors()
-        self._own = self.buffer.data_ptr(), storage_holders(self.buffer), references(self._given)
+        self._places = _places(self._given)
+        self._own = storage_holders(self.buffer), references(self._given)
 
     def drop_memory(self) -> None:
         """Drops the buffer of a bucket that is not used again.
@@ -540,6 +542,11 @@ class Bucket:
         self._packed, self._sent, self._given = ([], 0), ([], _NOTHING), []
         for slot in self.slots:
             slot.view, slot.given, slot.copied = _NOTHING, _NOTHING, None
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Returns the addresses and the strides of some tensors."""
+    return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
 def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:

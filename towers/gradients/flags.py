@@ -169,7 +169,7 @@ class Summary(NamedTuple):
 
     @staticmethod
     def counted(counts: Sequence[float], units: int) -> tuple[list[bool], bool, Sequence[float]]:
-        """Returns what any tower has touched, whether any continues, and the counts of the backward's bits.
+        """Returns which units any tower has touched, whether any continues, and the counts of the backward's bits.
 
         Args:
             counts: of the towers that have set each of these flags.
@@ -182,7 +182,7 @@ class Passed(NamedTuple):
     """A backward of this tower, for the comparison by the hosts.
 
     Attributes:
-        backward: which one it was.
+        backward: its place, number and calls.
         complete: whether this tower had a gradient for every trainable parameter, and for no other.
     """
 

@@ -180,8 +180,8 @@ class ReduceScatter(AllReduce):
     def defer_rest(self) -> None:
         for bucket in self._reduced:
             for slot in bucket.slots:
-                if (gradient := slot.gradient) is not None and slot.is_installed(gradient):
-                    make_lazy(gradient, self.gather)
+                if slot.gradient is slot.given:
+                    make_lazy(slot.given, self.gather)
                     self._lazy.append(slot)
 
     def complete(self) -> None:

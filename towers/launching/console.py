@@ -143,7 +143,7 @@ class _Pipe:
         """Passes on all data in the pipe, because a full pipe would block the tower.
 
         Returns:
-            Whether more can be passed on. If it cannot, the pipe is closed, which the tower notices.
+            Whether more can be passed on. If it cannot, the pipe is closed, and the tower's next write fails.
         """
         while self._is_open:
             try:
@@ -209,10 +209,10 @@ class Relay:
         return str(path)
 
     def outputs(self, name: str) -> tuple[str | None, str | None]:
-        """Returns where a process writes its standard output and standard error, without a prefix.
+        """Returns the pipes for the standard output and standard error of a process whose lines have no prefix.
 
-        That is this process's own terminal (None). A file or a pipe receives whole lines, by one pipe for both if it is
-        the same file, so that their order remains.
+        None: the process inherits this one's, because it is a terminal. A file or a pipe receives whole lines. If both
+        outputs are the same file, they share a pipe, which keeps their order.
         """
         paths: dict[tuple[int, int], str] = {}
 
